@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paceline.comm.rendezvous import Ranks
 from paceline.config.job import Job
+from paceline.config.layers import Experts
 from paceline.config.model import Model
 from paceline.config.stack import Stack
+from paceline.models import moe
 from paceline.models.decoder import Decoder
 from paceline.models.weights import write_weights
 from paceline.parallel.ep import copy_experts, expert_layers
@@ -83,6 +85,8 @@ EXPERTS = (
     "model.experts={num_experts=8,experts_per_token=2,ffn_size=128,shared_ffn_size=128,"
     "dense_layers=[0]}",
 )
+LARGE_EXPERTS = ("model.experts={num_experts=8,experts_per_token=2,ffn_size=256}",)
+SMALL_EXPERTS = ("model.experts={num_experts=8,experts_per_token=2,ffn_size=32}",)
 LATENT = (
     "model.num_kv_heads=8", "model.head_dim=24",
     "model.latent={q_rank=48,kv_rank=32,nope_dim=16,rope_dim=8,v_dim=16}",
@@ -133,7 +137,29 @@ CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "experts": (1, 2, FP32 + EXPERTS),
     "experts, zero 3": (2, 2, AUTOCAST + sharded(3) + EXPERTS),
     "latent attention": (1, 2, FP32 + LATENT),
-}
+    "ep": (2, 2, (*FP32, *EXPERTS, "layout.dp=2", "layout.ep=2")),
+    "ep 4, full": (4, 2, (*FP32, *EXPERTS, *FULL, "layout.dp=4", "layout.ep=4")),
+    "ep, zero 3": (2, 2, (*FP32, *EXPERTS, *sharded(3), "layout.ep=2")),
+    "ep, zero 3, accumulated": (2, 4, (*AUTOCAST, *EXPERTS, *sharded(3), "layout.ep=2")),
+    "ep, zero 3, full": (2, 2, (*FP32, *EXPERTS, *sharded(3), *FULL, "layout.ep=2")),
+    "ep, replicas of shards, full": (
+        4, 2, (*FP32, *EXPERTS, *sharded(3), *FULL, "layout.dp=2", "layout.ep=4"),
+    ),
+    "ep of half the shards": (
+        4, 2, (*FP32, *EXPERTS, "layout.fsdp=4", "layout.zero=3", "layout.ep=2"),
+    ),
+    "ep of all shards, full": (
+        4, 2, (*AUTOCAST, *EXPERTS, *FULL, "layout.fsdp=4", "layout.zero=3", "layout.ep=4"),
+    ),
+    "ep, tp, zero 3": (4, 2, (*AUTOCAST, *EXPERTS, *TP, *sharded(3), "layout.ep=2")),
+    "ep, large experts, full": (
+        2, 2, (*AUTOCAST, *LARGE_EXPERTS, *sharded(3), *FULL, "layout.ep=2"),
+    ),
+    "ep of half the shards, large experts": (
+        4, 2, (*AUTOCAST, *LARGE_EXPERTS, "layout.fsdp=4", "layout.zero=3", "layout.ep=2"),
+    ),
+    "ep, small experts": (2, 2, (*FP32, *SMALL_EXPERTS, *sharded(3), "layout.ep=2")),
+}  # fmt: skip
 
 
 class Tracked(NamedTuple):
@@ -209,6 +235,20 @@ def predict(job: Job) -> dict[str, float]:
     return {name: float(term[0, 0]) for name, term in terms.items()}
 
 
+@pytest.fixture
+def _even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank of ep sends as many rows as it gets, and experts have as many, whatever lies in
+    what the fake group brings."""
+
+    def in_turn(scores: torch.Tensor, bias: torch.Tensor | None, shape: Experts) -> torch.Tensor:
+        chosen = torch.arange(len(scores) * shape.experts_per_token) % shape.num_experts
+        return chosen.view(len(scores), -1)
+
+    monkeypatch.setattr(dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent))
+    monkeypatch.setattr(moe, "choose", in_turn)
+
+
+@pytest.mark.usefixtures("_even_loads")
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_what_the_tracker_sees(name: str) -> None:
     """States within 2 %, what comes and goes within 5 %, the peak within 2 %."""
@@ -252,14 +292,12 @@ def test_a_teacher_is_what_the_tracker_sees(
     assert sum(predicted.values()) - kept - states == pytest.approx(tracked.moving, rel=0.05)
 
 
+@pytest.mark.usefixtures("_even_loads")
 @pytest.mark.parametrize(
     "others", [FP32, AUTOCAST, AUTOCAST + FULL, (*AUTOCAST, *LORA, OF_EXPERTS)]
 )
-def test_copies_of_hot_experts_are_what_the_tracker_sees(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
-) -> None:
-    """What they add, within a fifth. The other rank sends as many rows as it gets."""
-    monkeypatch.setattr(dist, "all_to_all_single", lambda got, sent, group: got.copy_(sent))
+def test_copies_of_hot_experts_are_what_the_tracker_sees(others: tuple[str, ...]) -> None:
+    """What they add, within a fifth."""
     settings = (*others, *sharded(3), *EXPERTS, "layout.ep=2")
     tracked, predicted = [], []
     for copied in ((), (0, 1, 4)):

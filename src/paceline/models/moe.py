@@ -145,7 +145,9 @@ class Experts(nn.Module):
         other_rows, other_counts, copied = others
         own, wait = copied(own)
         outputs = self._through(rows, counts, own)  # copies are on their way meanwhile
-        return outputs, self._through(other_rows, other_counts, wait())
+        stacks = wait()
+        del wait  # it has the message
+        return outputs, self._through(other_rows, other_counts, stacks)
 
     def _through(self, rows: Tensor, counts: Tensor, stacks: Stacks) -> Tensor:
         gate, up = self.gate_up(rows, counts, stacks)

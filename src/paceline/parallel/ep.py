@@ -100,11 +100,13 @@ class AllToAllDispatcher:
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         to, come = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
         self.copies.count(len(rows) - sum(to) + to[self.group.rank()], len(rows))
-        away, here = (rows[: sum(to)], rows[sum(to) :]) if num_copies else (rows, None)
-        arrived = self._send(away.contiguous(), to, come)
-        # From the order (sender, slot) to the order (slot, sender), which the experts want.
+        # Those that stay are copied: a part of all rows would keep all of them.
+        away, here = (rows[: sum(to)], rows[sum(to) :].clone()) if num_copies else (rows, None)
+        # From the order (sender, slot) to the order (slot, sender), which the experts want. Rows in
+        # an order that nobody needs any more have no name, which would keep them.
         place, back = _transposition(received, sum(come)), _transposition(received.T, sum(come))
-        given = _put(arrived, place), received.sum(0)
+        arrived = _Put.apply(self._send(away.contiguous(), to, come), place)
+        given = arrived, received.sum(0)
         of_here = None
         if num_copies:
             copied = partial(self.copies.of, group=self.group)
@@ -113,8 +115,9 @@ class AllToAllDispatcher:
             outputs = experts(*given)
         # The sum keeps the way back to the senders open when no row came: they wait for gradients.
         outputs = outputs if sum(come) else outputs + arrived.to(outputs.dtype)
-        came_back = self._send(_put(outputs, back), come, to)
-        return came_back if of_here is None else torch.cat((came_back, of_here))
+        outputs = _Put.apply(outputs, back)
+        outputs = self._send(outputs, come, to)
+        return outputs if of_here is None else torch.cat((outputs, of_here))
 
     def _send(self, rows: Tensor, to: list[int], come: list[int]) -> Tensor:
         """Exchange rows, sorted by rank; gradients go back the same way."""
@@ -332,6 +335,17 @@ def _transposition(counts: Tensor, num_rows: int) -> Tensor:
     return torch.arange(num_rows, device=counts.device) + shift
 
 
-def _put(rows: Tensor, place: Tensor) -> Tensor:
-    """Put row i at place[i]. Its gradient is a gather, where an index's would add up rows."""
-    return rows.new_empty(rows.shape).index_copy(0, place, rows)
+class _Put(torch.autograd.Function):
+    """Put row i at place[i]. It keeps the places alone: torch's own would keep the rows as well."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor) -> Tensor:
+        """rows (rows, width) in another order; place (rows,) int64, a permutation."""
+        ctx.save_for_backward(place)
+        return rows.new_empty(rows.shape).index_copy_(0, place, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """A gather: nothing is added up."""
+        (place,) = ctx.saved_tensors
+        return grad[place], None

@@ -72,6 +72,9 @@ class BlockShape(NamedTuple):
     """Ranks that share each expert's columns."""
     routed_tokens: Array
     """Of the tokens, the ones that this rank sends to experts: its share, if these are whole."""
+    places: Array
+    """Numbers that are kept of where the copy of a token goes: by expert, and on another rank by
+    sender too."""
     is_cpu: bool
     trains_all: bool
     """Whether norms and head have gradients, or only adapters."""
@@ -98,6 +101,7 @@ def shape_of(setting: Setting, points: Points) -> BlockShape:
         fused=compiled | (setting.stack.elementwise == "fused"),
         expert_tp=np.where(setting.stack.expert_tp == "tp", points.tp, 1),
         routed_tokens=tokens / np.where(setting.stack.expert_tp == "tp", 1, points.tp),
+        places=np.where(points.ep > 1, 4, 2),
         is_cpu=setting.device.is_cpu,
         trains_all=not setting.finetune.is_adapted,
     )
@@ -329,7 +333,25 @@ def _inner_bytes(model: Model, shape: BlockShape, kept: Array, limited: bool = F
 
 
 def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Array:
-    model, hidden = setting.model, setting.model.hidden_size
+    hidden = setting.model.hidden_size
+    routed = shape.routed_tokens * _router(hidden, experts, shape)
+    path = _path(setting, experts, shape)
+    return _product_input(hidden, 1, shape) + path.around + path.rows + path.inside + routed
+
+
+class ExpertPath(NamedTuple):
+    """What a layer with experts keeps, but of the router: bytes, (n,)."""
+
+    around: Array
+    """Of shared experts, and what the routed ones gave: free before their own backward pass."""
+    rows: Array
+    """What they read."""
+    inside: Array
+    """Of their inner width."""
+
+
+def _path(setting: Setting, experts: Experts, shape: BlockShape) -> ExpertPath:
+    model, routed = setting.model, shape.routed_tokens
     rows = experts.experts_per_token * setting.busiest_load
     kept = shape.kept if setting.stack.fp8_experts else shape.value
     limited = experts.gate_limit is not None
@@ -338,16 +360,23 @@ def _expert_layer(setting: Setting, experts: Experts, shape: BlockShape) -> Arra
         inner = inner + 3 * rows * _INT64
     shared = _inner_bytes(model, shape, shape.kept) * experts.shared_ffn_size / shape.tp
     given = 0 if setting.stack.weighs_in_experts else experts.experts_per_token * shape.value
-    sent = hidden * (rows * kept + given)
-    read = _product_input(hidden, 1, shape)
-    routed = shape.routed_tokens * (inner + sent + _router(hidden, experts, shape))
-    return read + shape.tokens * shared + routed
+    return ExpertPath(
+        around=shape.tokens * shared + routed * model.hidden_size * given,
+        rows=routed * model.hidden_size * rows * kept,
+        inside=routed * inner,
+    )
+
+
+def expert_path(setting: Setting, points: Points) -> ExpertPath:
+    """What a layer with experts keeps, of a model that has some."""
+    assert setting.model.experts is not None
+    return _path(setting, setting.model.experts, shape_of(setting, points))
 
 
 def _router(hidden: int, experts: Experts, shape: BlockShape) -> Array:
     """Bytes per token: the stream in fp32, scores, choices and places of the copies."""
     wide = np.where(shape.value < _FP32, hidden * _FP32, 0)
-    chosen = experts.experts_per_token * (3 * _INT64 + 2 * _FP32)
+    chosen = experts.experts_per_token * ((1 + shape.places) * _INT64 + 2 * _FP32)
     return wide + experts.num_experts * _FP32 + chosen
 
 
@@ -437,7 +466,7 @@ def _results_apart(setting: Setting, shape: BlockShape) -> Array:
     return shape.tokens * (turned + ends)
 
 
-def between_operators(setting: Setting, points: Points) -> Array:
+def between_operators(setting: Setting, points: Points, *, of_experts: bool = True) -> Array:
     """Bytes that the backward pass of a block needs beyond what its forward pass kept: (n,).
 
     At its worst place, the inner layer: gradients of gate, up and their product, while the product
@@ -445,13 +474,15 @@ def between_operators(setting: Setting, points: Points) -> Array:
     8-bit copies of what a product reads: of its input, of its result's gradient, of its weight.
     Of the parts that are made anew the largest is there. A matrix in 4 bits becomes numbers before
     or after the gradients of the inner layer are there.
+
+    Args:
+        setting: the model and the stack.
+        points: n layouts.
+        of_experts: count blocks with experts too, if there are any.
     """
     model, shape = setting.model, shape_of(setting, points)
-    stream = 2 * shape.stream_tokens * shape.stream + np.where(
-        shape.tp > 1, shape.tokens * shape.value, 0
-    )
     inner = 2 * model.ffn_size / shape.tp
-    if model.experts is not None:
+    if model.experts is not None and of_experts:
         copies = model.experts.experts_per_token * shape.routed_tokens / shape.tokens
         rows = copies * setting.busiest_load
         inner = np.maximum(inner, rows * 2 * model.experts.ffn_size / shape.expert_tp)
@@ -464,7 +495,14 @@ def between_operators(setting: Setting, points: Points) -> Array:
     anew = [part for kind in kinds for part in _remade(setting, kind, shape).values()]
     largest = np.max(np.broadcast_arrays(*anew), axis=0) if anew else 0
     gradients = np.maximum(shape.tokens * shape.value * inner, room_for_narrow(setting, points))
-    return model.hidden_size * stream + gradients + copies + largest
+    return stream_gradients(setting, points) + gradients + copies + largest
+
+
+def stream_gradients(setting: Setting, points: Points) -> Array:
+    """Bytes of the stream's gradients inside a block, in the sum and in the branch: (n,)."""
+    shape = shape_of(setting, points)
+    gathered = np.where(shape.tp > 1, shape.tokens * shape.value, 0)
+    return setting.model.hidden_size * (2 * shape.stream_tokens * shape.stream + gathered)
 
 
 # ---- the ends ----------------------------------------------------------------------------------

@@ -110,13 +110,12 @@ def _gathered_numbers(points: Points, value: Array) -> Array:
     return keys_and_values + _FP32 + value
 
 
-def exchange_bytes(setting: Setting, points: Points) -> Array:
-    """Inside a block's backward pass: rings of keys and values, rows for experts: (n,).
+def sequence_bytes(setting: Setting, points: Points) -> Array:
+    """Inside attention's backward pass: what the ranks of a sequence exchange: (n,).
 
     A ring has a block of keys and values and the one that comes, and gradients in fp32 that
     travel: those at home, those under way, those that come, and those of this step; and the
-    gradient of its queries in fp32. Ulysses exchanges one tensor at a time. Gradients of copied
-    experts are on their way home.
+    gradient of its queries in fp32. Ulysses exchanges one tensor at a time.
     """
     model, shape = setting.model, shape_of(setting, points)
     kv = np.maximum(model.num_kv_heads / points.tp, 1) * (model.head_dim + model.value_dim)
@@ -125,10 +124,21 @@ def exchange_bytes(setting: Setting, points: Points) -> Array:
     if setting.stack.cp_keys == "gathered":
         ring = shape.tokens * q * _gathered_numbers(points, shape.value)
     heads = shape.tokens * q * shape.value
-    between = np.where(points.cp > points.ulysses, ring, 0) + np.where(points.ulysses > 1, heads, 0)
-    if model.experts is None:
+    return np.where(points.cp > points.ulysses, ring, 0) + np.where(points.ulysses > 1, heads, 0)
+
+
+def exchange_bytes(setting: Setting, points: Points) -> Array:
+    """Inside a block's backward pass: what attention exchanges, and rows for experts: (n,)."""
+    between, experts = sequence_bytes(setting, points), setting.model.experts
+    if experts is None:
         return between
-    rows = model.experts.experts_per_token * setting.busiest_load
-    sent = 2 * shape.routed_tokens * rows * model.hidden_size * shape.value
-    sums = copied_of_block(setting, points, trained=True).max(0) * np.maximum(shape.value, _FP32)
-    return between + np.where(points.ep > 1, sent, 0) + sums
+    shape = shape_of(setting, points)
+    rows = experts.experts_per_token * setting.busiest_load
+    sent = 2 * shape.routed_tokens * rows * setting.model.hidden_size * shape.value
+    return between + np.where(points.ep > 1, sent, 0) + hot_sums_bytes(setting, points)
+
+
+def hot_sums_bytes(setting: Setting, points: Points) -> Array:
+    """Gradients of copied experts on their way home: (n,)."""
+    sums = copied_of_block(setting, points, trained=True).max(0)
+    return sums * np.maximum(points.value_bytes, _FP32)

@@ -59,7 +59,8 @@ def _coded_bytes(codec: Codec, num_ranks: Array) -> Array:
 
 
 def _of_shards(setting: Setting, counts: ParameterCounts, shards: Array, inside: Array) -> Array:
-    others, unit = 1 / inside - 1 / shards, np.maximum(counts.block, counts.ends)
+    others = 1 / inside - 1 / shards
+    unit = np.maximum(np.maximum(counts.block, counts.experts), counts.ends)
     errors = _FP32 * others * counts.whole if setting.shard_codec.kind != "none" else 0
     reducing = 2 * others * unit * _payload_bytes(setting.shard_codec)
     gathering = (1 + 1 / shards) * unit * _payload_bytes(setting.weight_codec)

@@ -35,7 +35,7 @@ class BlockParams(NamedTuple):
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters on a rank; `block` is (n,), the others (s, n)."""
+    """Parameters on a rank; those of units are (n,), the others (s, n)."""
 
     whole: Array
     """Before sharding over data ranks."""
@@ -46,7 +46,11 @@ class ParameterCounts(NamedTuple):
     head: Array
     """Of these, the tables of heads."""
     block: Array
-    """Of the largest block, before sharding."""
+    """Of the largest block, before sharding, but for experts that are a unit of their own."""
+    experts: Array
+    """Of the largest such unit, before sharding; 0 where there is none."""
+    beside_experts: Array
+    """Of the blocks that have such units, the largest one's other parameters."""
 
 
 def block_params(model: Model, kind: BlockKind) -> BlockParams:
@@ -90,7 +94,7 @@ def counts_of(
         + all_experts / expert_groups(setting, points).shards,
         ends=ends,
         head=holdings.heads * setting.model.num_embedding_params / points.tp,
-        block=(dense + experts).max(0),
+        **_units(setting, points, dense, experts),
     )
 
 
@@ -118,8 +122,26 @@ def trained_counts(
         + all_experts / expert_groups(setting, points).shards,
         ends=nothing,
         head=nothing,
-        block=(dense + experts).max(0),
+        **_units(setting, points, dense, experts),
     )
+
+
+def experts_apart(setting: Setting, points: Points) -> Array:
+    """Whether FSDP2 has the experts of a block as a unit of their own, since other ranks hold the
+    same ones (`paceline.parallel.apply`): (n,), bool."""
+    in_blocks = setting.stack.states == "shards" and setting.stack.gather_unit == "block"
+    return in_blocks & points.is_fsdp & (points.ep > 1)
+
+
+def _units(setting: Setting, points: Points, dense: Array, experts: Array) -> dict[str, Array]:
+    """Sizes of the units that are gathered and reduced, of (k, n) parameters of blocks."""
+    apart = experts_apart(setting, points)
+    with_experts = np.array([[kind.has_experts] for kind in block_kinds_of(setting.model)])
+    return {
+        "block": (dense + np.where(apart, 0, experts)).max(0),
+        "experts": np.where(apart, experts.max(0), 0),
+        "beside_experts": np.where(apart, (with_experts * dense).max(0), 0),
+    }
 
 
 def _of_block(setting: Setting, points: Points, number_bytes: Array) -> tuple[Array, Array]:

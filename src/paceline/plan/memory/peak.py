@@ -18,10 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.plan.block_kinds import block_kinds_of
 from paceline.plan.data_groups import dense_groups
 from paceline.plan.memory import activations, states
-from paceline.plan.memory.buffers import context_bytes, exchange_bytes, sent_bytes, slack_bytes
+from paceline.plan.memory.buffers import (
+    context_bytes,
+    exchange_bytes,
+    sent_bytes,
+    sequence_bytes,
+    slack_bytes,
+)
 from paceline.plan.memory.comm_state import comm_state_bytes
+from paceline.plan.memory.expert_units import ExpertUnits, expert_units
 from paceline.plan.memory.logits import logits_bytes
 from paceline.plan.memory.parameter_counts import (
     ParameterCounts,
@@ -111,6 +119,8 @@ class _Parts(NamedTuple):
     """Of `logits_wait`, one micro-batch's."""
     sent: Array
     exchange: Array
+    experts: ExpertUnits | None
+    """Those that are units of their own; the block is then one without experts."""
 
 
 def memory_bytes(setting: Setting, points: Points, holdings: Holdings) -> Terms:
@@ -204,14 +214,24 @@ def _parts(
     copies = counts
     if setting.finetune.is_narrow:
         copies = counts_of(setting, points, holdings, copies=True)
+    again = activations.recomputed(setting, points, whole, other)
+    between = activations.between_operators(setting, points)
+    exchange = exchange_bytes(setting, points)
+    experts = expert_units(setting, points, copies, trained, again)
+    if experts is not None:
+        dense = np.array([[not kind.has_experts] for kind in block_kinds_of(setting.model)])
+        again = np.where(experts.is_there, dense * again, again)
+        alone = activations.between_operators(setting, points, of_experts=False)
+        between = np.where(experts.is_there, dense.any() * alone, between)
+        exchange = np.where(experts.is_there, sequence_bytes(setting, points), exchange)
     return _Parts(
         layers=layers,
         plain=layers * (1 - share),
         kept=(in_flight * held[:, None] + holdings.halves * halves[:, None]).sum(0),
         of_plain=(weights * whole[:, None]).sum(0),
         of_other=(weights * other[:, None]).sum(0),
-        again=activations.recomputed(setting, points, whole, other).max(0),
-        between=activations.between_operators(setting, points),
+        again=again.max(0),
+        between=between,
         ends=activations.kept_ends(setting, points) * holdings.heads_in_flight,
         grads=_Line(
             states.grads_before(setting, points, trained, holdings.with_grads),
@@ -236,7 +256,8 @@ def _parts(
         logits_peak=np.where(holdings.heads_in_flight > 0, others * wait + peak, 0),
         logits_kept=np.minimum(others, 1) * wait,
         sent=sent_bytes(setting, points, holdings),
-        exchange=exchange_bytes(setting, points),
+        exchange=exchange,
+        experts=experts,
     )
 
 
@@ -248,6 +269,9 @@ def _moments(parts: _Parts) -> Iterator[Terms]:
     if np.any((parts.plain > 0) & (parts.plain < parts.layers)):
         done.append(np.minimum(parts.plain, last))  # the first one that recomputes
     for blocks_done in done:
+        if parts.experts is not None:
+            yield from _through_experts(parts, parts.experts, blocks_done)
+            blocks_done = parts.experts.dense_blocks.nearest(blocks_done)
         yield _inside(parts, blocks_done)
         yield _edge(parts, blocks_done)
     yield _root(parts)
@@ -333,6 +357,65 @@ def _edge(parts: _Parts, blocks_done: Array) -> Terms:
     }
 
 
+def _through_experts(parts: _Parts, units: ExpertUnits, blocks_done: Array) -> Iterator[Terms]:
+    """The backward pass of a block whose experts are a unit of their own, see `expert_units`."""
+    experts, beside, path = units.experts, units.beside, units.path
+    blocks_done = units.blocks.nearest(blocks_done)
+    done, makes_again = blocks_done / parts.layers, blocks_done >= parts.plain
+    activations = _left(parts, blocks_done) + np.where(makes_again, units.again, 0)
+    activations = activations - path.around + units.stream
+    behind = activations - path.rows - path.inside
+    grads = parts.grads.at(units.grads_done(blocks_done, parts.layers)) + parts.fresh_head
+    gathered = parts.gathered.at(done) + beside.copy
+    both = gathered + experts.copy
+    without = gathered - units.kept_copy
+    # The next block's, which may be one without experts.
+    after = np.where(blocks_done + 1 < units.dense_blocks.first, beside.copy, parts.block)
+    ahead = np.where(blocks_done + 1 < parts.layers, after, 0)
+    last = np.where(blocks_done > 0, beside.message, parts.late_message)
+
+    def moment(activations: Array, grads: Array, gathered: Array, comm: Array) -> Terms:
+        terms = {
+            "activations": np.maximum(activations, 0),
+            "grads": grads,
+            "gather_buffers": gathered,
+            "comm_buffers": parts.sent + comm,
+            "logits": parts.logits_wait,
+        }
+        return {name: units.is_there * term for name, term in terms.items()}
+
+    # The experts come in: behind the gradients of their results, or as the block recomputes.
+    coming = np.where(makes_again, behind, activations + units.rows)
+    yield moment(coming, grads, gathered + experts.copy + units.arriving, last)
+    # There, their last product: rows as they are sent, and as it gives them. Then rows go back: in
+    # the order of the product, of the senders, and as they arrive.
+    product = np.where(makes_again, 2 * units.rows, 0)
+    yield moment(activations + product, grads, both + makes_again * units.arrived, last)
+    yield moment(activations + 1.5 * product, grads, both, last)
+    grads = grads + units.shared
+    # Gradients of copied experts are put together.
+    behind = behind - units.hot_copies
+    own = 1 - units.hot_share
+    activations = behind + own * (path.rows + path.inside)
+    hot = units.hot_parts + units.hot_sums
+    yield moment(activations + units.rows, grads, both + ahead, last + hot)
+    # Gradients of rows on their way to them, or of their inner width.
+    at_work = activations + 2 * np.maximum(units.rows, units.inner)
+    first = grads + units.first * experts.fresh
+    yield moment(at_work, first, both + ahead, last + units.hot_sums)
+    # The last product, whose rows have two gradients and one for each of its columns.
+    last_product = behind + own * path.rows + 2 * units.rows + units.inner
+    yield moment(last_product, grads + experts.fresh, both + ahead, last + units.hot_sums)
+    # Their gradients go out.
+    out = grads + np.maximum(experts.fresh, units.shard)
+    yield moment(behind + units.rows, out, without + ahead, experts.message + units.turned)
+    # Attention's inner layer, and the end of the block.
+    grads = grads + units.kept_shard
+    yield moment(behind, grads, without + ahead, experts.message + units.sequence)
+    at_end = grads - units.shared + beside.fresh
+    yield moment(_left(parts, blocks_done + 1), at_end, without + ahead, experts.message)
+
+
 def _of_backward(parts: _Parts, blocks_done: Array, share: float) -> Terms:
     """What both have: gradients with a share of this block's, logits of other micro-batches, and
     parameters in use and on their way in."""
@@ -363,12 +446,15 @@ def _root(parts: _Parts) -> Terms:
 
 def _second_half(parts: _Parts) -> Terms:
     """The end of a W at ZeRO-2: its activations are free, the first of its gradients go out."""
+    reduced = parts.reduced_block
+    if parts.experts is not None:
+        reduced = np.maximum(reduced, parts.experts.experts.message)
     return {
         "grads": parts.grads.end + parts.fresh_ends + parts.fresh_stage,
         "activations": _left(parts, parts.in_stage),
         "logits": parts.logits_wait,
         "gather_buffers": parts.gathered.start,
-        "comm_buffers": parts.sent + parts.reduced_block,
+        "comm_buffers": parts.sent + reduced,
     }
 
 

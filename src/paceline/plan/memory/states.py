@@ -210,11 +210,11 @@ def reduced_block(setting: Setting, points: Points, counts: ParameterCounts) -> 
     DDP's buckets are the gradients themselves.
     """
     is_copied = _gathers(setting, points) & ~sums_whole(points)
-    unit = _unit(setting, points, counts) * _reduced_bytes(setting, points)
+    unit = _unit(setting, points, counts) * reduced_bytes(setting, points)
     return np.where(is_copied, unit, 0)
 
 
-def _reduced_bytes(setting: Setting, points: Points) -> Array:
+def reduced_bytes(setting: Setting, points: Points) -> Array:
     """Bytes of a gradient on its way out: (n,)."""
     if setting.stack.gather_unit == "matrix":
         return points.value_bytes
@@ -233,7 +233,7 @@ def _unit(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
 def reduced_ends(setting: Setting, points: Points, counts: ParameterCounts) -> Array:
     """The same for what is in no block: (s, n)."""
     is_copied = _gathers(setting, points) & ~sums_whole(points)
-    return np.where(is_copied, counts.ends * _reduced_bytes(setting, points), 0)
+    return np.where(is_copied, counts.ends * reduced_bytes(setting, points), 0)
 
 
 def late_message(setting: Setting, points: Points, counts: ParameterCounts) -> Array:

@@ -35,6 +35,7 @@ import numpy as np
 from paceline.config.layout import PRECISIONS
 from paceline.config.stack import constant
 from paceline.plan.data_groups import DataGroups, dense_groups, expert_groups
+from paceline.plan.memory.parameter_counts import experts_apart
 from paceline.plan.points import Array, Points, Setting
 from paceline.plan.price.compress import (
     bits_per_value,
@@ -167,11 +168,13 @@ class DataAxes:
 
         A gathered parameter is copied out of the flat buffer (read and written), its gradient into
         another (read in its type, written in that of the reduction). What stays whole is added up:
-        read twice and written.
+        read twice and written. Experts under ep are cut along another dimension than the first, so
+        both are copied once more (`parallel.ep.fsdp_dim`).
         """
         points, zero, (gathered, reduced) = self.points, self.points.zero, self._wire
         of_params = np.where(zero == 3, 4.0, 0.0) * gathered
-        of_grads = np.where(zero >= 2, gathered + reduced, 0.0)
+        reductions = np.where(zero >= 2, 1.0, 0.0)
+        of_grads = reductions * (gathered + reduced)
         if self.setting.device.is_cpu:
             # Copied once a step as well; gloo sums up, so that the mean is a kernel of its own.
             once = 1 / np.maximum(points.num_micro_batches, 1)
@@ -182,9 +185,13 @@ class DataAxes:
         cast_bytes = points.param_bytes + points.value_bytes  # there, and of gradients back
         casts = np.where(autocasts(self.setting, points), cast_bytes, 0.0)
         of_grads = adds + np.where(points.is_fsdp, of_grads, casts)
+        experts, frozen = self._counts()[1], self._counts("frozen", "frozen_experts")[1]
+        turned = experts * of_params + (experts - frozen) * reductions * 2 * gathered
+        is_turned = experts_apart(self.setting, points) & (self._experts.shards > 1)
         return (
             self.num_params * np.where(points.is_fsdp, of_params, casts)
             + self.num_trained * of_grads
+            + np.where(is_turned, turned, 0.0)
         )
 
     # ---- what is asked for, and what comes of it ---------------------------------------------
@@ -386,9 +393,11 @@ class DataAxes:
         beside_reduction = np.where(late_only, 1 - 1 / stages, 1.0)
         hidden_forward = inner * hidden_forward
         hidden_backward = inner * hidden_backward * beside_reduction
-        num_units = num_layers + 1
-        num_host = passes.forward * num_units + passes.again * num_layers
-        num_host = num_host + passes.backward * num_units
+        # Under ep a block's experts are a unit of their own.
+        with_experts = held.in_blocks(np.sign(work.expert_params) for work in self.works[:-2])
+        num_units = num_layers + with_experts * experts_apart(setting, points)
+        num_host = passes.forward * (num_units + 1) + passes.again * num_units
+        num_host = num_host + passes.backward * (num_units + 1)
         total, coding = self._in_step(units), self._in_step(self._coding)
         total_s = total.gather_s + total.reduce_s + host_s * num_host
         # The next micro-batch goes on without waiting for the last reductions of this one.

@@ -51,6 +51,8 @@ eval_batches = 1
 
 ADAPTED = JOB[JOB.index('method = "lora"') : JOB.index("steps = 1")]
 """Of the Job: from the adapters to the weights that they adapt."""
+TRAINED = ADAPTED[ADAPTED.index("[") :]
+"""The same without adapters."""
 STAYING = '[[optim.groups]]\npattern = "*"\nlr_factor = 0.0\n'
 
 
@@ -163,8 +165,9 @@ def test_nothing_is_left_running(folder, rounds):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (ADAPTED, ADAPTED[ADAPTED.index("[") :].replace("weights = true\n", ""), "there are none"),
-        (ADAPTED, f"{STAYING}{ADAPTED[ADAPTED.index('[') :]}", "leave every parameter as it is"),
+        (ADAPTED, TRAINED.replace("weights = true\n", ""), "there are none"),
+        (ADAPTED, f"{STAYING}{TRAINED}", "leave every parameter as it is"),
+        (ADAPTED, f"{STAYING.replace('*', 'nose')}{TRAINED}", "fits no parameter"),
         ("rank = 4", "decomposed = true", "finetune.decomposed = false"),
         ('tokenizer = "bytes"', 'tokenizer = "bpe:300"', "another one on each client"),
         ('"0.txt"', '"nothing-*.txt"', "is no file here"),

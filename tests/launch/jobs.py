@@ -66,9 +66,10 @@ class Jobs:
         def is_under_way() -> bool:
             if file.exists() and len(metrics(self.folder)) >= 2:
                 return True
-            assert self.see(job).state in LIVE, (
-                f"{self.see(job)}: {self.bed.engine.logs(job)[-1].read_text()[-2000:]}"
-            )
+            seen = self.see(job)
+            if seen.state == "failed":
+                logs = "".join(file.read_text() for file in self.bed.engine.logs(job))
+                raise AssertionError(f"{seen}: {logs[-2000:]}")
             return False
 
         until(is_under_way, 300)

@@ -185,10 +185,8 @@ def _keeps_what_it_promised(folder: Path, found: dict[str, object]) -> None:
 def _was_timed(folder: Path, advice: dict[str, object]) -> None:
     """The seconds of its steps are those of steps that were made here: of a few of it, or of the
     largest small network's runs where it is as large."""
-    runs = folder / "ladder" / "runs"
-    [*of_rung] = runs.glob(f"{advice['heads']}-heads-*-steps-*/metrics.jsonl")
-    tried = runs / f"{advice['heads']}-heads-for-its-speed" / "metrics.jsonl"
-    files = of_rung if advice["multiplied"] == advice["largest"] else [tried]
+    which = "*-steps-*" if advice["multiplied"] == advice["largest"] else "for-its-speed"
+    files = (folder / "ladder" / "runs").glob(f"{advice['heads']}-heads-{which}/metrics.jsonl")
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     times = sorted(line["step_time_s"] for line in lines)
     assert len(times) >= 24

@@ -33,7 +33,7 @@ from paceline.models.weights import read_decoder, shapes_of, write_weights
 from paceline.observe.run import read_lines, write_atomic
 from paceline.render.figures import bytes_text, duration_text
 from paceline.train.finetune import check_finetune, decoder_to_train, fill_adapters
-from paceline.train.optimizers import group_of
+from paceline.train.optimizers import check_groups, group_of
 from paceline.train.starting_weights import check_network
 from paceline.train.this_machine import resolve_on_this_machine
 
@@ -144,6 +144,8 @@ def _checked(spec: JobSpec) -> Job:
     job = resolve_on_this_machine(spec).job
     assert isinstance(job.model, Model)
     check_finetune(job.model, job)
+    network = decoder_to_train(job.model, job)
+    check_groups((name for name, _ in network.named_parameters()), job.optim)
     if _shares(job) == "weights":
         if job.train.weights is None:
             raise InputError(

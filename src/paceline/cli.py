@@ -934,8 +934,8 @@ def ladder(
     """Predict the run that a budget buys, from small runs made here.
 
     Networks in the proportions of the Job's, but small, are trained to several
-    lengths; the smallest with several learning rates, which under muP suit every
-    width. A law of loss by parameters and tokens is fitted to them. Then the
+    lengths; the smallest with several learning rates, which under muP suit all
+    sizes. A law of loss by parameters and tokens is fitted to them. Then the
     planner says what each larger network costs on the cluster, and the one with
     the least predicted loss is written as a Job, ready to train: its size,
     tokens, learning rate and layout, with loss, time and price as predicted.

@@ -50,11 +50,11 @@ tensorboard = false
 """
 
 
-def write_tiny_job(folder: Path) -> Path:
-    """A job.toml and its text in `folder`."""
+def write_tiny_job(folder: Path, num_lines: int = 400) -> Path:
+    """A job.toml and its text, of so many lines of 45 bytes, in `folder`."""
     words = ["brown", "dog", "fox", "jumps", "lazy", "over", "quick", "the"]
     pick = random.Random(0)
-    lines = [" ".join(pick.choices(words, k=9)) for _ in range(400)]
+    lines = [" ".join(pick.choices(words, k=9)) for _ in range(num_lines)]
     (folder / "text.txt").write_text("\n".join(lines))
     job = folder / "job.toml"
     job.write_text(TINY_JOB)

@@ -2,25 +2,29 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.config.errors import InputError
 from paceline.config.job import JobSpec, read_job, to_toml
-from paceline.search.ladder.advice import Budget, chosen, options, size_near
-from paceline.search.ladder.law import Law
+from paceline.search.ladder.advice import Advice, Budget, chosen, options, size_near
+from paceline.search.ladder.law import Law, Sweep, rate_law
+from paceline.search.ladder.page import notes
 from paceline.search.ladder.rungs import (
     FINER,
     LENGTHS,
     MORE_RATES,
     NUM_RATES,
     SWEPT,
+    Rung,
     lengthened,
     network_of,
     plan_rungs,
     sized,
 )
+from paceline.search.ladder.runs import Climbed, RungRun
 from tests.command_line import paceline, start_paceline, write_tiny_job
 from tests.tune.jobs import CLUSTER, figure
 
@@ -29,9 +33,9 @@ LAW = Law(floor=1.4, a=0.45, alpha=0.36, b=0.7, beta=0.31)
 HOURS = 1 / 24
 
 
-def tiny(folder: Path) -> JobSpec:
+def tiny(folder: Path, num_lines: int = 400) -> JobSpec:
     """The tiny Job on a stated device."""
-    return read_job(write_tiny_job(folder)).replace(cluster=HERE)
+    return read_job(write_tiny_job(folder, num_lines)).replace(cluster=HERE)
 
 
 @pytest.mark.parametrize("within_s", [5.0, 30.0, 1000.0])
@@ -125,6 +129,19 @@ def test_what_can_not_be_is_one_sentence(changes, arguments, sentence, tmp_path)
     assert sentence in said
 
 
+@pytest.mark.parametrize(("text", "said"), [(None, 0), (3000, 0), (1000, 1)])
+def test_a_text_that_is_read_often_is_told(text, said):
+    advice = Advice.model_construct(tokens=8000.0, multiplied=1, largest=1)
+    rung = Rung(heads=1, params=1, step_s=1.0, cost_s=1.0)
+    sweep = Sweep(1.0, (1.0, 2.0, 4.0), (2.0, 1.0, 2.0))
+    run = RungRun(rung, steps=100, rate=1.0, loss=1.0, step_s=1.0)
+    climbed = Climbed(sweep, rate_law(sweep), (run,), tokens_per_step=10)
+    found = notes(advice, climbed, replace(LAW, text_tokens=text))
+    assert ["reads its text 8 times, which counts as 6.63 texts" in one for one in found] == [
+        True
+    ] * said
+
+
 def test_other_networks_are_refused(tmp_path):
     job = tiny(tmp_path)
     with pytest.raises(InputError, match="dense decoders"):
@@ -150,7 +167,8 @@ def test_a_ladder_that_is_killed_ends_as_one_that_is_not_and_meets_its_run(tmp_p
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        (folder / "job.toml").write_text(to_toml(tiny(folder)))
+        # So long that no network learns it by heart, however fast this machine is.
+        (folder / "job.toml").write_text(to_toml(tiny(folder, num_lines=20_000)))
     begun = start_paceline(
         "ladder", "job.toml", "--budget", BUDGET, "--share", "0.2", "--out", "ladder",
         folder=killed,
@@ -169,6 +187,8 @@ def test_a_ladder_that_is_killed_ends_as_one_that_is_not_and_meets_its_run(tmp_p
 
 
 def _keeps_what_it_promised(folder: Path, found: dict[str, object]) -> None:
+    text = found["law"]["text_tokens"]
+    assert text == pytest.approx(0.9 * (folder / "text.txt").stat().st_size, rel=0.01)
     assert found["predicted_device_s"] <= 0.2 * 36
     advice = found["advice"]
     assert advice["loss_low"] < advice["loss"] < advice["loss_high"]

@@ -1,9 +1,11 @@
 """The laws of a ladder: known ones are found again, and intervals cover what they should."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from paceline.search.ladder.law import Law, Point, Sweep, fit, rate_interval, rate_law
+from paceline.search.ladder.law import Law, Point, Sweep, fit, rate_interval, rate_law, worth
 
 # Of a small vocabulary on a plain text.
 TRUE = Law(floor=1.4, a=0.45, alpha=0.36, b=0.7, beta=0.31)
@@ -34,6 +36,23 @@ def test_a_known_law_is_found_again(law):
     assert found.law.alpha == pytest.approx(law.alpha, abs=0.1)
     assert found.law.beta == pytest.approx(law.beta, abs=0.1)
     assert found.noise < 0.003
+
+
+def test_the_law_of_a_text_that_is_read_again_is_found_again():
+    law = replace(TRUE, text_tokens=1_500_000)
+    found = fit(points(law), law.text_tokens).law
+    for params, tokens in ((3e6, 4e6), (3e7, 4e6), (3e7, 3e7)):
+        assert found.loss(params, tokens) == pytest.approx(law.loss(params, tokens), rel=5e-3)
+    once = fit(points(law)).law
+    assert once.loss(3e7, 2e8) < 0.97 * law.loss(3e7, 2e8)  # as if all of it were new
+
+
+def test_what_tokens_are_worth():
+    text = 1000
+    assert worth([10, 1000], text) == pytest.approx([10, 1000])
+    assert worth(4000, text) == pytest.approx(3726, abs=1)  # three more readings, by hand
+    assert worth(1e9, text) == pytest.approx(16_400)
+    assert worth(1e9, None) == 1e9
 
 
 def test_no_term_is_negative():

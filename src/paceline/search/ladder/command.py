@@ -12,7 +12,7 @@ from rich.status import Status
 from paceline.config.errors import InputError
 from paceline.config.files import read_json
 from paceline.config.hardware import Cluster, ClusterSpec
-from paceline.config.job import JobSpec, differing, read_job, to_raw, to_toml
+from paceline.config.job import Job, JobSpec, differing, read_job, to_raw, to_toml
 from paceline.config.layout import LayoutSpec
 from paceline.machine.discovery import this_machine
 from paceline.observe.locks import owned
@@ -34,6 +34,7 @@ from paceline.search.ladder.page import comparison, law_table, notes, render, ru
 from paceline.search.ladder.rungs import Rungs, network_of, plan_rungs, text_of
 from paceline.search.ladder.runs import Climb, Climbed, RungRun, Slowness, StoppedError
 from paceline.search.trial_run import TrialProcess
+from paceline.train.families import family_of
 from paceline.train.start import read_inputs
 from paceline.train.this_machine import resolve_on_this_machine
 
@@ -91,7 +92,7 @@ def ladder_command(job: JobSpec, asked: LadderOptions, folder: Path) -> dict[str
             with TrialProcess() as process, _CONSOLE.status("") as status:
                 climb = Climb(small, here, rungs, folder / "runs", _Teller(status, rungs), process)
                 climbed = climb.climb()
-                law = fit(climbed.points)
+                law = fit(climbed.points, _text_tokens(plan.job))
                 left = whole.less(asked.share)
                 sizes = _Sizes(job, rungs, target, left, law.law, asked.params, status)
                 slowness = climbed.slowness if target.device == here.device else (1.0, 1.0)
@@ -138,6 +139,14 @@ def _rungs(
         found = plan_rungs(job, here, within_s, asked.largest, enough)
     write_atomic(file, _RUNGS.dump_json(found, indent=1).decode())
     return found
+
+
+def _text_tokens(job: Job) -> int | None:
+    """That a run may read before it reads one again; None: a stream has no end."""
+    if job.data.stream.is_on:
+        return None
+    samples = family_of(job.model).num_samples(job.model, job, None)
+    return None if samples is None else samples * job.train.seq_len
 
 
 class _Teller:
@@ -221,11 +230,12 @@ def _conclude(
     _CONSOLE.print(runs_table(climbed.runs, law, climbed.tokens_per_step))
     _CONSOLE.print(law_table(law, climbed, advice))
     _CONSOLE.print(f"{sentence(advice, best)}\n", markup=False)
-    for note in notes(advice, climbed):
+    said = notes(advice, climbed, law.law)
+    for note in said:
         _CONSOLE.print(f"note: {note}", markup=False)
     _CONSOLE.print(f"train it: paceline train {folder / 'job.toml'}")
     _CONSOLE.print(f"page: {page}")
-    return _told(folder, rungs, climbed, law, advice)
+    return _told(folder, rungs, climbed, law, advice) | {"notes": said}
 
 
 def _told(folder: Path, rungs: Rungs, climbed: Climbed, law: Fit, advice: Advice) -> dict[str, Any]:

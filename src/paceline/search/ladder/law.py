@@ -3,7 +3,8 @@
     loss = floor + a / N^alpha + b / D^beta
 
 (https://arxiv.org/abs/2203.15556, section 3.3) with N in millions of parameters that multiply
-(blocks and head) and D in millions of tokens. For given exponents the rest is least squares with
+(blocks and head) and D in millions of tokens; those of a text that is read again are worth less
+than new ones. For given exponents the rest is least squares with
 terms that are not negative, so the fit is a search over two numbers: it needs no starting values.
 A few small runs say little of the exponents; they are held near those of published fits, the more
 so the more the runs scatter around the law. Losses of short trainings fall faster and faster at
@@ -28,6 +29,9 @@ NUM_DRAWS = 200
 _LOW, _HIGH, _USUAL, _SPREAD = 0.05, 1.2, 0.37, 0.15
 # Two runs that differ in their seed alone differ by some 0.3 % in loss; known as well as two runs.
 _SEED_NOISE, _SEED_RUNS = 0.003, 2.0
+# Readings of a text after the first, over which the worth of another one falls to 1/e
+# (https://arxiv.org/abs/2305.16264, table 1).
+_READINGS = 15.4
 _GRID, _ZOOMS, _REPEATS = 24, 3, 3
 _SETS = [np.array(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]
 
@@ -52,6 +56,8 @@ class Law:
     alpha: float
     b: float
     beta: float
+    text_tokens: int | None = None
+    """Of the text that is trained on; None: it has no end."""
 
     def loss(self, params: npt.ArrayLike, tokens: npt.ArrayLike) -> Array:
         """Of a run.
@@ -60,8 +66,22 @@ class Law:
             params: see `Point`.
             tokens: it is trained on.
         """
-        x, y = np.asarray(params, float) / 1e6, np.asarray(tokens, float) / 1e6
+        x, y = np.asarray(params, float) / 1e6, worth(tokens, self.text_tokens) / 1e6
         return np.asarray(self.floor + self.a * x**-self.alpha + self.b * y**-self.beta)
+
+
+def worth(tokens: npt.ArrayLike, text_tokens: int | None) -> Array:
+    """How many new tokens are worth as much as tokens of a text that is read again and again
+    (https://arxiv.org/abs/2305.16264, equation 5).
+
+    Args:
+        text_tokens: see `Law`.
+    """
+    read = np.asarray(tokens, float)
+    if text_tokens is None:
+        return read
+    again = np.maximum(read / text_tokens - 1, 0)
+    return np.minimum(read, text_tokens) + text_tokens * _READINGS * -np.expm1(-again / _READINGS)
 
 
 @dataclass(frozen=True)
@@ -86,23 +106,24 @@ class Fit:
         return float(low), float(high)
 
 
-def fit(points: Iterable[Point], seed: int = 0) -> Fit:
+def fit(points: Iterable[Point], text_tokens: int | None = None, seed: int = 0) -> Fit:
     """The law of some runs.
 
     Args:
         points: of two sizes and two lengths at least.
+        text_tokens: see `Law`.
         seed: of the draws.
     """
     found = tuple(points)
-    params = np.array([one.params for one in found]) / 1e6
-    tokens = np.array([one.tokens for one in found]) / 1e6
+    params = np.array([one.params for one in found])
+    tokens = np.array([one.tokens for one in found])
     losses = np.array([one.loss for one in found])
     weights = tokens / tokens.max()
     freedom = max(len(found) - 5, 0) + _SEED_RUNS
     noise2 = _SEED_NOISE**2
     for _ in range(_REPEATS):
-        law = _fit(params, tokens, losses, noise2)
-        expected = law.loss(params * 1e6, tokens * 1e6)
+        law = _fit(params, tokens, losses, noise2, text_tokens)
+        expected = law.loss(params, tokens)
         off = losses / expected - 1
         noise2 = float(weights @ off**2 + _SEED_RUNS * _SEED_NOISE**2) / freedom
     random = np.random.default_rng(seed)
@@ -110,17 +131,20 @@ def fit(points: Iterable[Point], seed: int = 0) -> Fit:
     for _ in range(NUM_DRAWS):
         noise = (noise2 * freedom / random.chisquare(freedom)) ** 0.5
         drawn = expected * (1 + noise * random.standard_normal(len(found)) / weights**0.5)
-        draws.append((_fit(params, tokens, drawn, noise**2), noise))
+        draws.append((_fit(params, tokens, drawn, noise**2, text_tokens), noise))
     return Fit(found, law, noise2**0.5, tuple(draws))
 
 
-def _fit(params: Array, tokens: Array, losses: Array, noise2: float) -> Law:
+def _fit(
+    params: Array, tokens: Array, losses: Array, noise2: float, text_tokens: int | None
+) -> Law:
     """The likeliest law where relative errors have a variance and exponents are near usual ones."""
+    x, y, weights = params / 1e6, worth(tokens, text_tokens) / 1e6, tokens / tokens.max()
     bounds = [(_LOW, _HIGH), (_LOW, _HIGH)]
     best = _Best(np.inf, 0.0, 0.0, np.zeros(3))
     for _ in range(_ZOOMS):
         alphas, betas = (np.linspace(low, high, _GRID) for low, high in bounds)
-        found = _on_grid(params, tokens, losses, alphas, betas, noise2)
+        found = _on_grid(x, y, losses, weights, alphas, betas, noise2)
         best = min(best, found, key=lambda one: one.cost)
         bounds = [
             (max(_LOW, at - 2 * step), min(_HIGH, at + 2 * step))
@@ -130,7 +154,7 @@ def _fit(params: Array, tokens: Array, losses: Array, noise2: float) -> Law:
             )
         ]
     floor, a, b = map(float, best.factors)
-    return Law(floor, a, best.alpha, b, best.beta)
+    return Law(floor, a, best.alpha, b, best.beta, text_tokens)
 
 
 @dataclass(frozen=True)
@@ -143,13 +167,26 @@ class _Best:
 
 
 def _on_grid(
-    params: Array, tokens: Array, losses: Array, alphas: Array, betas: Array, noise2: float
+    x: Array,
+    y: Array,
+    losses: Array,
+    weights: Array,
+    alphas: Array,
+    betas: Array,
+    noise2: float,
 ) -> _Best:
+    """The best of a grid of exponents.
+
+    Args:
+        x: millions of parameters.
+        y: millions of tokens.
+        weights: of the runs.
+    """
     terms = np.empty((len(alphas), len(betas), len(losses), 3))
     terms[..., 0] = 1
-    terms[..., 1] = (params ** -alphas[:, None])[:, None, :]
-    terms[..., 2] = (tokens ** -betas[:, None])[None, :, :]
-    roots = (tokens / tokens.max()) ** 0.5
+    terms[..., 1] = (x ** -alphas[:, None])[:, None, :]
+    terms[..., 2] = (y ** -betas[:, None])[None, :, :]
+    roots = weights**0.5
     terms *= (roots / losses)[:, None]
     factors, squares = _not_negative(terms, roots)
     usual = ((alphas[:, None] - _USUAL) ** 2 + (betas - _USUAL) ** 2) / _SPREAD**2

@@ -11,12 +11,14 @@ from paceline.render.page import Page
 from paceline.render.parts import Section
 from paceline.render.table import Table
 from paceline.search.ladder.advice import Advice, Option, network_text
-from paceline.search.ladder.law import Fit
+from paceline.search.ladder.law import Fit, Law, worth
 from paceline.search.ladder.rungs import Rungs
 from paceline.search.ladder.runs import Climbed, RungRun, measured_step_s
 
 _NUM_CURVE = 40
 _FAR = 100.0
+_READINGS = 4.0
+"""Of a text, of which the last is worth about as much as the first."""
 
 
 def render(
@@ -82,7 +84,7 @@ def sentence(advice: Advice, job: Job) -> str:
     )
 
 
-def notes(advice: Advice, climbed: Climbed) -> list[str]:
+def notes(advice: Advice, climbed: Climbed, law: Law) -> list[str]:
     """What a person should know before believing it."""
     found = []
     if advice.reach > _FAR:
@@ -95,6 +97,13 @@ def notes(advice: Advice, climbed: Climbed) -> list[str]:
         found.append(
             f"the run sees {longer:,.0f} times as many tokens as the longest small run: a larger "
             "--share makes the prediction surer."
+        )
+    text = law.text_tokens
+    if text is not None and advice.tokens > _READINGS * text:
+        found.append(
+            f"the run reads its text {advice.tokens / text:,.0f} times, which counts as "
+            f"{worth(advice.tokens, text) / text:.3g} texts of its length, and a large network may "
+            "learn it by heart: more text makes the loss lower."
         )
     if climbed.sweep.is_open:
         found.append(
@@ -137,6 +146,8 @@ def law_table(fit: Fit, climbed: Climbed, advice: Advice) -> Table:
     rows = [
         ("loss", f"{law.floor:.4g} + {law.a:.4g} / N^{law.alpha:.3g} + {law.b:.4g} / "
          f"D^{law.beta:.3g}, N and D in millions"),
+        ("tokens of the text", "no end" if law.text_tokens is None else
+         count_text(law.text_tokens)),
         ("runs scatter around it by", f"{fit.noise:.2%}"),
         ("learning rate", f"{climbed.rates.at_one:.3g} x D^{climbed.rates.slope:.3g}"),
         ("size over the largest rung's", f"{advice.reach:,.1f}"),

@@ -39,7 +39,7 @@ def test_a_step_is_the_next_samples_of_the_order(prepared):
     dataset = prepared.dataset("train")
     steps = take(train_batches(dataset, BatchShape(8, 4, SEQ), seed=3, first_sample=40), 2)
     ids = sample_ids(3, 40, 16, dataset.num_samples(SEQ))
-    expected = torch.from_numpy(dataset.gather(ids, SEQ)).view(2, 8, SEQ + 1)
+    expected = torch.from_numpy(dataset.gather(ids, SEQ).astype(int)).view(2, 8, SEQ + 1)
     tokens, targets = joined(steps)
     assert torch.equal(tokens, expected[:, :, :-1])
     assert torch.equal(targets, expected[:, :, 1:])
@@ -116,7 +116,7 @@ def test_evaluation_reads_the_split_in_order_and_again_where_it_is_small(prepare
     tokens = torch.cat(parts, dim=1).flatten(0, 1)
     assert len(tokens) == 4 * num_batches > num_samples
     assert torch.equal(tokens[num_samples:], tokens[: len(tokens) - num_samples])
-    expected = dataset.gather(torch.arange(num_samples).numpy(), SEQ)[:, :-1]
+    expected = dataset.gather(torch.arange(num_samples).numpy(), SEQ)[:, :-1].astype(int)
     assert torch.equal(tokens[:num_samples], torch.from_numpy(expected))
 
 

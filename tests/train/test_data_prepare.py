@@ -334,7 +334,7 @@ def test_samples_are_consecutive_windows_of_the_split(prepared, seq_len, split):
     samples = dataset.gather(np.arange(count), seq_len)
     dataset.will_need(np.arange(count), seq_len)
     assert samples.shape == (count, seq_len + 1)
-    assert samples.dtype == np.int64
+    assert samples.dtype == meta.dtype
     assert np.array_equal(samples[:, :-1].ravel(), tokens[: count * seq_len])
     assert np.array_equal(samples[:, 1:].ravel(), tokens[1 : count * seq_len + 1])
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,17 @@ from hypothesis import strategies as st
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Data
 from paceline.config.mixture_rules import mixture_problem
-from paceline.train.data import BatchShape, parts, prepare_corpus, publish, train_batches
+from paceline.train.data import (
+    BatchShape,
+    parts,
+    prepare_corpus,
+    publish,
+    stored_tokens,
+    train_batches,
+)
 from paceline.train.data.checksums import BLOCK_BYTES
 from paceline.train.data.published import Manifest, read_published
-from paceline.train.data.ranges import Ranges
+from paceline.train.data.ranges import Ranges, _Descriptions
 from paceline.train.data.stored_tokens import PLACE_BYTES, StoredTokens
 from paceline.train.data.stores import store_of
 from paceline.train.data.tokens_command import tokens_command
@@ -124,6 +132,7 @@ def test_a_store_is_read_by_range(corpus, s3, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranges, "read", counted)
     with monkeypatch.context() as patch:  # nothing ahead, which goes as far as time allows
         patch.setattr(StoredTokens, "is_advice_due", lambda self: False)
+        patch.setattr(stored_tokens, "_MOST_BETWEEN", 0)
         assert read(found, steps=1) == read(corpus, steps=1)
     assert BLOCK_BYTES <= sum(asked) <= 2 * BATCH * BLOCK_BYTES
     assert sum(asked) < blocks_file(found).stat().st_size // 2
@@ -131,6 +140,36 @@ def test_a_store_is_read_by_range(corpus, s3, tmp_path, monkeypatch):
     asked.clear()
     assert read(found, 2, 5 * BATCH, steps=100) == read(corpus, 2, 5 * BATCH, steps=100)
     assert not asked  # all was kept
+
+
+def test_blocks_that_are_near_come_by_one_request(corpus, folder, tmp_path, monkeypatch):
+    """Those between are kept, and never asked for again."""
+    asked, original = [], Ranges.read
+
+    def noted(self, name, begin, end):
+        asked.append((begin // BLOCK_BYTES, end // BLOCK_BYTES))
+        return original(self, name, begin, end)
+
+    monkeypatch.setattr(stored_tokens, "_MOST_BETWEEN", 3)
+    found, own = (
+        each.first.tokens("train")._stream
+        for each in (prepare_corpus(tokens_data(folder, tmp_path)), corpus)
+    )
+    monkeypatch.setattr(Ranges, "read", noted)
+    for blocks, requests in (([0, 4, 9], [(0, 5), (9, 10)]), ([1, 2, 3], []), ([5], [(5, 6)])):
+        starts = np.array(blocks) * (BLOCK_BYTES // 2)
+        assert np.array_equal(found.rows(starts, 100), own.rows(starts, 100))
+        assert sorted(asked) == requests
+        asked.clear()
+
+
+def test_descriptions_of_services_are_read_as_botocore_reads_them():
+    loaders = pytest.importorskip("botocore.loaders")
+    folder, own = Path(loaders.__file__).parent / "data", loaders.JSONFileLoader()
+    for name in ("endpoints", "partitions", "s3/2006-03-01/service-2", "no-such-file"):
+        path = str(folder / name)
+        assert _Descriptions().exists(path) == own.exists(path)
+        assert _Descriptions().load_file(path) == own.load_file(path)
 
 
 def test_best_fit_packs_the_same(texts, folder, tmp_path):

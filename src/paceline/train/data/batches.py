@@ -25,16 +25,18 @@ from paceline.config.errors import InputError
 from paceline.kernels.loss import IGNORED
 from paceline.train.data.order import Ids, rank_share
 
-_IDS_AT_ONCE = 4096
-_TOKENS_AT_ONCE = 2**16
-"""Of the steps that are gathered together: half a megabyte."""
+_IDS_AT_ONCE = 2**14
+_GROWTH = 8
+"""Of how many are computed at once, from one step on: a resumed run waits for few."""
+_TOKENS_AT_ONCE = 2**17
+"""Of the steps that are gathered together: two megabytes with their targets."""
 
 
 class TokenRows(Protocol):
     """What the tokens of samples are read from: a split, or the log of a stream."""
 
-    def gather(self, sample_ids: Ids, seq_len: int) -> NDArray[np.int64]:
-        """Their tokens, (ids, seq_len + 1)."""
+    def gather(self, sample_ids: Ids, seq_len: int) -> NDArray[np.integer]:
+        """Their tokens, (ids, seq_len + 1), of any type."""
 
     def counted(self, sample_ids: Ids, seq_len: int) -> NDArray[np.bool_] | None:
         """Which of their targets the loss counts, (ids, seq_len); None: all."""
@@ -144,16 +146,12 @@ def _groups(
     size = shape.global_batch
     share = size // shape.num_ranks * (shape.seq_len + 1)
     num_steps = max(1, _TOKENS_AT_ONCE // share)
-    count = max(1, _IDS_AT_ONCE // size) * size
-    is_first = True
+    count, most = size, max(1, _IDS_AT_ONCE // size) * size
     while len(ids := order(first, count)) >= size:
         steps = ids[: len(ids) - len(ids) % size].reshape(-1, size)
-        if is_first:
-            yield steps[:1]
-            steps, is_first = steps[1:], False
         for at in range(0, len(steps), num_steps):
             yield steps[at : at + num_steps]
-        first += count
+        first, count = first + count, min(_GROWTH * count, most)
 
 
 def eval_batches(
@@ -190,9 +188,14 @@ def load_steps(
 def _micro_batches(
     dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64]
 ) -> list[MicroBatch]:
-    samples = _to_device(dataset.gather(ids, shape.seq_len), shape.device)  # (share, seq_len + 1)
-    tokens = samples[:, :-1].contiguous().split(shape.micro_batch)
-    targets = _targets(dataset, shape, ids, samples).split(shape.micro_batch)
+    samples = dataset.gather(ids, shape.seq_len)
+    both = np.empty((2, len(ids), shape.seq_len), np.int64)
+    both[0], both[1] = samples[:, :-1], samples[:, 1:]
+    counted = dataset.counted(ids, shape.seq_len)
+    if counted is not None:
+        both[1][~counted] = IGNORED
+    parts = _to_device(both, shape.device).view(-1, shape.micro_batch, shape.seq_len).unbind()
+    tokens, targets = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     documents: tuple[Tensor | None, ...] = (None,) * len(tokens)
     if shape.reset_at_documents:
         document_ids = _to_device(dataset.document_ids(ids, shape.seq_len), shape.device)
@@ -201,16 +204,6 @@ def _micro_batches(
     if (numbers := dataset.sources_of(ids, shape.seq_len)) is not None:
         sources = _to_device(numbers, shape.device).split(shape.micro_batch)
     return [MicroBatch(*parts) for parts in zip(tokens, targets, documents, sources, strict=True)]
-
-
-def _targets(
-    dataset: TokenRows, shape: BatchShape, ids: NDArray[np.int64], samples: Tensor
-) -> Tensor:
-    counted = dataset.counted(ids, shape.seq_len)
-    targets = samples[:, 1:].contiguous()
-    if counted is None:
-        return targets
-    return targets.masked_fill(~_to_device(counted, shape.device), IGNORED)
 
 
 def _to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:

@@ -163,10 +163,10 @@ def _num_waits() -> int:
 class Stream(Protocol):
     """Tokens one after another: `TokenStream`, or `StoredTokens`."""
 
-    def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
+    def rows(self, starts: Ids, width: int) -> NDArray[np.unsignedinteger]:
         """So many tokens from each of some positions on: (starts, width)."""
 
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
+    def read(self, start: int, out: NDArray[np.integer]) -> None:
         """Fill `out` with the tokens from a position on."""
 
     def document_starts(self, num_documents: int) -> NDArray[np.int64]:
@@ -211,7 +211,7 @@ class TokenStream:
         self._ends, self._listed_ends = ends[1:], ends[1:].tolist()
         self._open()
 
-    def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
+    def rows(self, starts: Ids, width: int) -> NDArray[np.unsignedinteger]:
         """So many tokens from each of some positions on: (starts, width).
 
         Raises:
@@ -222,7 +222,7 @@ class TokenStream:
         places = starts + self._shifts[shards]
         is_plain = starts + width <= self._ends[shards]
         is_plain &= self._checked.were_read(places * size, width * size)
-        out = self._windows(width)[places].astype(np.int64)
+        out = self._windows(width)[places]
         for row in np.flatnonzero(~is_plain):
             self.read(int(starts[row]), out[row])
         self._advice.saw(_num_waits() - waits)
@@ -241,7 +241,7 @@ class TokenStream:
         shape, step = (len(self._tokens) - width + 1, width), self._dtype.itemsize
         return np.ndarray(shape, self._dtype, self._memory, strides=(step, step))
 
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
+    def read(self, start: int, out: NDArray[np.integer]) -> None:
         """Fill `out` with the tokens from a position on, across shards.
 
         Raises:
@@ -342,11 +342,11 @@ class TokenDataset:
         """
         return partial(sample_ids, seed, num_samples=self.num_samples(seq_len))
 
-    def gather(self, sample_ids: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    def gather(self, sample_ids: NDArray[np.int64], seq_len: int) -> NDArray[np.unsignedinteger]:
         """Read samples.
 
         Returns:
-            tokens, int64, shape (num_samples, seq_len + 1): inputs [:, :-1] and targets [:, 1:].
+            as they are written, (num_samples, seq_len + 1): inputs [:, :-1] and targets [:, 1:].
 
         Raises:
             IndexError: a sample id is out of range.

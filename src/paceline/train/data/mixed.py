@@ -10,7 +10,7 @@ from paceline.train.data.batches import Samples
 from paceline.train.data.mixture import MixtureOrder
 from paceline.train.data.order import Ids
 
-Read = Callable[[Samples, Ids], NDArray[np.int64]]
+Read = Callable[[Samples, Ids], NDArray[np.integer]]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,14 @@ is missing or forbidden is said at once; whatever else goes wrong is tried again
 distances, for as long as a Job says.
 """
 
+import gzip
 import time
+from contextlib import suppress
 from functools import cached_property
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
+
+import msgspec
 
 from paceline.config.errors import InputError
 from paceline.observe.stored import trouble_text
@@ -104,6 +109,7 @@ class _S3:
         self._bucket, _, self._root = url.partition("://")[2].partition("/")
         try:
             from botocore.config import Config
+            from botocore.loaders import create_loader
             from botocore.session import Session
         except ImportError:
             raise InputError(
@@ -111,7 +117,12 @@ class _S3:
             ) from None
         once = {"total_max_attempts": 1}  # whoever calls tries again
         settings = Config(retries=once, max_pool_connections=_CONNECTIONS, connect_timeout=5)
-        self._client: Any = Session().create_client("s3", config=settings)
+        session = Session()
+        loader: Any = create_loader(session.get_config_variable("data_path"))
+        loader.file_loader = _Descriptions()
+        loader.list_available_services = lambda _: ["s3"]  # without a look for all the others
+        session.register_component("data_loader", loader)
+        self._client: Any = session.create_client("s3", config=settings)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         key = f"{self._root}/{name}".lstrip("/")
@@ -119,6 +130,24 @@ class _S3:
             Bucket=self._bucket, Key=key, Range=f"bytes={begin}-{end - 1}"
         )
         return cast(bytes, found["Body"].read())
+
+
+class _Descriptions:
+    """Those of services, files of JSON that botocore reads first of all: a quarter of the time that
+    a client takes to be made, by its own reader."""
+
+    _OPENERS: ClassVar[dict[str, Any]] = {".json": open, ".json.gz": gzip.open}
+
+    def exists(self, path: str) -> bool:
+        """Whether there is one, by its path without a suffix."""
+        return any(Path(path + suffix).is_file() for suffix in self._OPENERS)
+
+    def load_file(self, path: str) -> Any:
+        """What it holds; None: there is none."""
+        for suffix, opened in self._OPENERS.items():
+            with suppress(FileNotFoundError), opened(path + suffix, "rb") as file:
+                return msgspec.json.decode(file.read())
+        return None
 
 
 def _status(error: Exception) -> int:

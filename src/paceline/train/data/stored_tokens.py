@@ -10,7 +10,9 @@ bit flipped, the block is fetched again.
 Samples are read in random order. So where not all blocks have a place, which of them are kept makes
 no difference to how often one is found there.
 
-Threads fetch what `will_need` names, while the device computes.
+Threads fetch what `will_need` names, while the device computes. One request brings blocks that are
+near each other and those between them, which are kept too: a store takes as long to begin an answer
+as to send a megabyte.
 """
 
 import os
@@ -42,6 +44,8 @@ _MOST_AHEAD = 1024
 """Blocks that are fetched and not read yet: 64 MiB."""
 _MOST_AT_ONCE = 64
 """Blocks of one request."""
+_MOST_BETWEEN = 15
+"""Blocks that are fetched in vain rather than by two requests: a megabyte."""
 _TOKENS_AT_ONCE = 2**20
 _TRIES = 3
 _DOCUMENT_BYTES = 8 * 2**20
@@ -90,7 +94,7 @@ class StoredTokens:
         self._kept = (folder / BLOCKS_FILE).open("r+b", buffering=0)
         self._num_places = (folder / BLOCKS_FILE).stat().st_size // PLACE_BYTES
         self._ahead: dict[int, Future[_Blocks]] = {}
-        self._asked: SimpleQueue[tuple[range, Future[_Blocks]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[list[int], Future[_Blocks]]] = SimpleQueue()
         self._process = 0
 
     def document_starts(self, num_documents: int) -> NDArray[np.int64]:
@@ -117,7 +121,7 @@ class StoredTokens:
         while len(self._ahead) > _MOST_AHEAD:
             del self._ahead[next(iter(self._ahead))]
 
-    def rows(self, starts: Ids, width: int) -> NDArray[np.int64]:
+    def rows(self, starts: Ids, width: int) -> NDArray[np.unsignedinteger]:
         """So many tokens from each of some positions on: (starts, width).
 
         Raises:
@@ -125,7 +129,7 @@ class StoredTokens:
         """
         rows = [list(self._pieces(start, width)) for start in starts.tolist()]
         contents = self._contents({block for row in rows for block, _, _ in row})
-        out = np.empty((len(rows), width), np.int64)
+        out = np.empty((len(rows), width), self._dtype)
         for row, pieces in zip(out, rows, strict=True):
             done = 0
             for block, first, count in pieces:
@@ -133,7 +137,7 @@ class StoredTokens:
                 done += count
         return out
 
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
+    def read(self, start: int, out: NDArray[np.integer]) -> None:
         """Fill `out` with the tokens from a position on, across shards.
 
         Raises:
@@ -195,15 +199,15 @@ class StoredTokens:
     # --- the store
 
     def _fetch(self, blocks: Iterable[int]) -> dict[int, "Future[_Blocks]"]:
-        """Have threads fetch blocks, neighbours together."""
-        runs: list[range] = []
+        """Have threads fetch ascending blocks, those that are near each other together."""
+        runs: list[list[int]] = []
         for block in blocks:
-            last = runs[-1] if runs else range(0)
-            goes_on = last.stop == block and 0 < len(last) < _MOST_AT_ONCE
-            if goes_on and self._shard(block) == self._shard(last.start):
-                runs[-1] = range(last.start, block + 1)
+            run = runs[-1] if runs else [block]
+            goes_on = block - run[-1] <= _MOST_BETWEEN + 1 and block - run[0] < _MOST_AT_ONCE
+            if runs and goes_on and self._shard(block) == self._shard(run[0]):
+                run.append(block)
             else:
-                runs.append(range(block, block + 1))
+                runs.append([block])
         if runs and self._process != os.getpid():  # threads don't survive a fork
             self._process, self._ahead = os.getpid(), {}
             self._asked = SimpleQueue()
@@ -217,7 +221,7 @@ class StoredTokens:
             self._asked.put((run, future))
         return coming
 
-    def _work(self, asked: "SimpleQueue[tuple[range, Future[_Blocks]]]") -> None:
+    def _work(self, asked: "SimpleQueue[tuple[list[int], Future[_Blocks]]]") -> None:
         while True:
             run, future = asked.get()
             try:
@@ -226,7 +230,9 @@ class StoredTokens:
                 future.set_exception(error)
             del run, future
 
-    def _load(self, run: range) -> _Blocks:
+    def _load(self, blocks: list[int]) -> _Blocks:
+        """Fetch ascending blocks, and keep them and those between."""
+        run = range(blocks[0], blocks[-1] + 1)
         shard = self._shard(run.start)
         first, name = self._first_blocks[shard], shard_path(Path(), STREAM, shard).name
         begin = (run.start - first) * BLOCK_BYTES
@@ -242,7 +248,7 @@ class StoredTokens:
             if all(self._is_good(block, each) for block, each in found.items()):
                 for block, each in found.items():
                     self._keep(block, each)
-                return found
+                return {block: found[block] for block in blocks}
         raise self._published.files.damaged(name)
 
     def _shard(self, block: int) -> int:

@@ -15,7 +15,7 @@ It is not where data is made: that is build.py.
 import mmap
 import resource
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Protocol, Self
@@ -175,8 +175,8 @@ class Stream(Protocol):
     def is_advice_due(self) -> bool:
         """Whether `will_need` is of use for what is read next."""
 
-    def will_need(self, start: int, count: int) -> None:
-        """Tokens are read soon."""
+    def will_need(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """So many tokens from each of some positions on are read soon."""
 
 
 class TokenStream:
@@ -257,13 +257,14 @@ class TokenStream:
             else:
                 self._renew(shard)
 
-    def will_need(self, start: int, count: int) -> None:
+    def will_need(self, pieces: Iterable[tuple[int, int]]) -> None:
         """Let the kernel fetch tokens from storage in the background."""
-        _, place = self._place(start)
-        # Advice is given by whole pages.
-        first_byte = place * self._dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        end_byte = min((place + count) * self._dtype.itemsize, len(self._memory))
-        self._memory.madvise(mmap.MADV_WILLNEED, first_byte, end_byte - first_byte)
+        for start, count in pieces:
+            _, place = self._place(start)
+            # Advice is given by whole pages.
+            first_byte = place * self._dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            end_byte = min((place + count) * self._dtype.itemsize, len(self._memory))
+            self._memory.madvise(mmap.MADV_WILLNEED, first_byte, end_byte - first_byte)
 
     def _place(self, position: int) -> tuple[int, int]:
         """The shard of a token, and its place in memory."""
@@ -373,8 +374,8 @@ class TokenDataset:
     def will_need(self, sample_ids: NDArray[np.int64], seq_len: int) -> None:
         """Say that samples are gathered soon, so that storage is read while the device computes."""
         if self._stream.is_advice_due():
-            for start in self._starts(sample_ids, seq_len).tolist():
-                self._stream.will_need(start, seq_len + 1)
+            starts = self._starts(sample_ids, seq_len).tolist()
+            self._stream.will_need((start, seq_len + 1) for start in starts)
 
     def document_ids(self, sample_ids: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
         """Tell to which document each input token belongs; its end-of-document token included.

@@ -11,7 +11,8 @@ It is not cryptography: the round function only mixes well (the finaliser of spl
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.config.errors import InputError
 
 Ids = NDArray[np.int64]
+_Round = Callable[[Ids], Ids]
 _NUM_ROUNDS = 6
 
 
@@ -50,12 +52,14 @@ def epochs_of(first: int, count: int, length: int) -> Iterator[tuple[int, Ids]]:
 def permute(positions: Ids, size: int, seed: int, epoch: int) -> Ids:
     """Map positions to their images under the epoch's permutation of 0 .. size - 1."""
     num_bits = max(1, (size - 1).bit_length())
-    keys = _round_keys(seed, epoch)
-    images = _feistel(positions.astype(np.uint64), num_bits, keys)
+    rounds = _rounds(num_bits, _round_keys(seed, epoch), len(positions))
+    images = _feistel(positions, num_bits, rounds)
     # The network's domain is at most twice the range, so a walk has at most two steps on average.
-    while (outside := images >= size).any():
-        images[outside] = _feistel(images[outside], num_bits, keys)
-    return images.astype(np.int64)
+    outside = np.flatnonzero(images >= size)
+    while len(outside):
+        images[outside] = moved = _feistel(images[outside], num_bits, rounds)
+        outside = outside[moved >= size]
+    return images
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
@@ -63,24 +67,33 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return np.frombuffer(digest.digest(), "<u8").astype(np.uint64)
 
 
-def _feistel(
-    values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    """Permute 0 .. 2**num_bits - 1; the halves swap widths every round, of which there are an even
-    number, so that an odd number of bits works too."""
-    right_bits = np.uint64((num_bits + 1) // 2)
-    mask, other = (np.uint64(2**bits - 1) for bits in (num_bits // 2, (num_bits + 1) // 2))
-    left, right = values >> right_bits, values & other
+def _rounds(num_bits: int, keys: NDArray[np.uint64], count: int) -> list[_Round]:
+    """What each round mixes of one half into the other: a look into a table, where that has fewer
+    entries than numbers are permuted. The halves swap widths every round, of which there are an
+    even number, so that an odd number of bits works too."""
+    rounds: list[_Round] = []
+    taken, given = (num_bits + 1) // 2, num_bits // 2
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-        mask, other = other, mask
+        mixed = partial(_mix, key=key, mask=np.uint64(2**given - 1))
+        rounds.append(mixed(np.arange(2**taken)).take if 2**taken < count else mixed)
+        taken, given = given, taken
+    return rounds
+
+
+def _feistel(values: Ids, num_bits: int, rounds: list[_Round]) -> Ids:
+    """Permute 0 .. 2**num_bits - 1."""
+    right_bits = (num_bits + 1) // 2
+    left, right = values >> right_bits, values & (2**right_bits - 1)
+    for mixed in rounds:
+        left, right = right, left ^ mixed(right)
     return (left << right_bits) | right
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(half: Ids, key: np.uint64, mask: np.uint64) -> Ids:
+    values = half.view(np.uint64) ^ key
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return ((values ^ (values >> np.uint64(31))) & mask).view(np.int64)
 
 
 def rank_share(

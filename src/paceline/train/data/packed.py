@@ -108,8 +108,8 @@ class PackedRows(ABC):
 
     def will_need(self, sample_ids: Ints, seq_len: int) -> None:
         """Say that samples are gathered soon, see `TokenDataset`."""
-        for _, _, start, count in self._places(sample_ids, seq_len):
-            self._tokens.will_need(start, count)
+        places = self._places(sample_ids, seq_len)
+        self._tokens.will_need((start, count) for _, _, start, count in places)
 
 
 class PackedConversations(PackedRows):

@@ -113,11 +113,12 @@ class StoredTokens:
         """Whether `will_need` is of use: always."""
         return True
 
-    def will_need(self, start: int, count: int) -> None:
-        """Have tokens fetched in the background."""
-        blocks = (block for block, _, _ in self._pieces(start, count))
+    def will_need(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Have so many tokens from each of some positions on fetched in the background."""
+        blocks = sorted({block for piece in pieces for block, _, _ in self._pieces(*piece)})
         absent = [each for each in blocks if each not in self._ahead and not self._has(each)]
-        self._ahead.update(self._fetch(absent))
+        coming = self._fetch(absent)  # first, since after a fork it begins anew
+        self._ahead.update(coming)
         while len(self._ahead) > _MOST_AHEAD:
             del self._ahead[next(iter(self._ahead))]
 

@@ -157,6 +157,8 @@ WRONG = {
     "train.seq_len=512": ["train.seq_len = 512", "model.max_seq_len = 256"],
     "optim.warmup_steps=1000": ["1000 steps", "train.steps = 160"],
     "optim.decay_steps=5": ["optim.decay_steps = 5", "wsd"],
+    "optim.schedule=wsd": ["optim.decay_steps", "these are 0"],
+    "data.filter=''": ["data.filter = ''", "must be a text of at least 1 character"],
     "optim.lr": ["section.key=value"],
     "name.x=1": ["name is a value"],
 }

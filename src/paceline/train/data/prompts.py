@@ -116,7 +116,7 @@ def build_prompts(
     form = ChatForm.of(data)
     texts = (text for text, *_ in _rows(form, data, files))
     encoder = make_encoder(data.tokenizer, texts)
-    encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
+    encoder.save(folder / TOKENIZER_FILE)
     encoder.tokenizer.encode_special_tokens = False  # a template's are meant as such
     dtype = token_dtype(encoder.vocab_size)
     splits = [

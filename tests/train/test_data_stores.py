@@ -162,6 +162,10 @@ def test_a_folder_of_the_hub_means_its_train_files(tmp_path):
     write(tmp_path / "validation/x.jsonl", jsonl(["d"]))
     write(tmp_path / "more.jsonl", jsonl(["e"]))
     assert read_all(Data(source=str(tmp_path))) == ["a", "b", "e"]
+    for path in [tmp_path / "more.jsonl", *tmp_path.glob("data/train*")]:
+        path.unlink()
+    with pytest.raises(InputError, match='has the splits test, validation but not "train"'):
+        find_files(Data(source=str(tmp_path)))
 
 
 # --- stores

@@ -323,6 +323,7 @@ def test_layouts_that_cut_the_network_are_refused(tuned, change, words):
         ("float('nan')", "'bad.py:f' gave nan"),
         ("1e30", "'bad.py:f' gave 1e+30"),  # which fp32 has, but not its square
         ("1 / 0", "'bad.py:f' raised ZeroDivisionError"),
+        ("exit(0)", "'bad.py:f' raised SystemExit(0)"),
     ],
 )
 def test_a_function_that_fails_ends_the_run_with_its_name(tuned, returned, words):

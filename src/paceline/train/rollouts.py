@@ -207,7 +207,7 @@ class Rollouts:
         name = self._settings.reward
         try:
             reward = float(self._reward(self._text(prompt), completion, **prompt.columns))
-        except Exception as error:  # a person's own function may raise anything
+        except (Exception, SystemExit) as error:  # a person's own function may raise anything
             raise RunError(
                 f"finetune.grpo.reward = {name!r} raised {error!r}: correct it."
             ) from error

@@ -133,6 +133,7 @@ def test_set_changes_raw_data_before_anything_is_derived():
         ("optim.lr=3e-4", lambda job: job.optim.lr == 3e-4),
         ("layout.compile=true", lambda job: job.layout.compile is True),
         ("data.source=some/file.txt", lambda job: job.data.source == "some/file.txt"),
+        ("train.weights=false", lambda job: job.train.weights is None),
         ('data.source=["a", "b"]', lambda job: job.data.source == ("a", "b")),
         ("name = other", lambda job: job.name == "other"),
     ],
@@ -157,6 +158,9 @@ WRONG = {
     "train.seq_len=512": ["train.seq_len = 512", "model.max_seq_len = 256"],
     "optim.warmup_steps=1000": ["1000 steps", "train.steps = 160"],
     "optim.decay_steps=5": ["optim.decay_steps = 5", "wsd"],
+    "optim.schedule=wsd": ["optim.decay_steps", "these are 0"],
+    "finetune.targets=[]": ["finetune.targets = []", "must be a list of at least 1 item."],
+    "data.filter=''": ["data.filter = ''", "must be a text of at least 1 character"],
     "optim.lr": ["section.key=value"],
     "name.x=1": ["name is a value"],
 }

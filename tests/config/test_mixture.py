@@ -67,6 +67,8 @@ def test_what_doesn_t_agree_is_said(tmp_path, old, new, sentence):
     ("change", "sentence"),
     [
         ("data.source=other.txt", "each say what is read"),
+        ("data.format=jsonl", "data.format has no effect with data.sources"),
+        ("data.text_field=body", "data.text_field has no effect with data.sources"),
         ("data.temperature=2", "is of sources without weights"),
         ("data.sources=[]", "data.stages has no effect without data.sources"),
     ],

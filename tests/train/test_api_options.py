@@ -1,6 +1,7 @@
 """What a person brings besides module, loss and data: optimizer, schedule, mean of the weights, the
 best checkpoint, early stopping, callbacks. Each against torch's own, and after a resume."""
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,15 @@ def test_patience_ends_a_run_which_stays_ended(tmp_path, capsys):
     run = _judged(tmp_path, VALUES, "eval_loss", most=False, patience=2)
     assert len(run.metrics()) == 5
     assert "stopped early after step 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "steps"), [([nan, 0.5, nan, 0.4, 0.6, 0.7], 4, 6), ([nan, nan, nan], 1, 3)]
+)
+def test_an_evaluation_that_is_no_number_is_never_better(tmp_path, values, best, steps):
+    run = _judged(tmp_path, values, "eval_loss", most=False, patience=2)
+    assert len(run.metrics()) == steps
+    assert (run.checkpoint_folder / "best").readlink() == Path(f"step-{best}")
 
 
 def test_callbacks_get_the_lines_of_metrics(tmp_path):

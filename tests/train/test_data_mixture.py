@@ -219,6 +219,8 @@ def test_weights_follow_from_sizes_and_temperature(data):
     assert by_size == pytest.approx(sizes / sizes.sum(), abs=1e-4)
     root = np.sqrt(sizes)
     assert share(plain.replace(temperature=2.0))[0] == pytest.approx(root / root.sum(), abs=1e-4)
+    coldest = share(plain.replace(temperature=1e-4))[0]  # all is the largest's
+    assert coldest.tolist() == (sizes == sizes.max()).tolist()
     twice = plain.replace(sources=(bare[0].replace(epochs=2.0), *bare[1:]))
     seen = sizes * [2, 1, 1]
     assert share(twice)[0] == pytest.approx(seen / seen.sum(), abs=1e-4)

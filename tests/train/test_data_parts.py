@@ -1,6 +1,7 @@
 """Sources tokenised in parts: by several processes, after kill -9, and where a bit flipped."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from paceline.config.errors import InputError
-from paceline.train.data import parts, prepare
+from paceline.train.data import parts, prepare, prepare_corpus
 from paceline.train.data.files import SourceFile, find_files
-from tests.train.test_data_prepare import all_tokens, make_data, numbered
+from tests.train.test_data_prepare import all_tokens, documents_of, make_data, numbered
 
 TEXTS = [*numbered(200), "", "äöü 🙂"]
 
@@ -77,6 +78,23 @@ def test_a_file_that_a_worker_cannot_use_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"source\.jsonl byte \d+ is not JSON"):
         prepare(data)
     assert not [path for path in (tmp_path / "cache/data").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(("cores", "most_bytes"), [(1, 20_000), (2, 20_000), (1, 1000)])
+def test_where_nothing_more_can_be_written_is_one_sentence(
+    tmp_path, monkeypatch, cores, most_bytes
+):
+    """A file may have so many bytes: less than a part, or than the tokenizer."""
+    with_cores(monkeypatch, cores, part_bytes=30_000)
+    data = make_data(tmp_path, numbered(1500))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"can't be written \(File too large\): make room"):
+            prepare_corpus(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(documents_of(all_tokens(prepare(data)))) == sorted(numbered(1500))
 
 
 KILLED = """

@@ -94,6 +94,15 @@ def test_a_filter_that_does_not_fit_the_rows_is_one_sentence(tmp_path):
         prepare(columns.replace(filter="lang == 'en'"))
 
 
+def test_rows_without_a_text_can_be_left_out(tmp_path):
+    rows = [{"text": "one"}, {"other": 1}, {"text": None}, {"text": "two"}]
+    data = source_of(tmp_path, rows)
+    with pytest.raises(InputError, match='line 2 has no key "text"'):
+        prepare(data)
+    data = data.replace(filter="get(text, None) is not None")
+    assert sorted(documents_of(all_tokens(prepare(data)))) == ["one", "two"]
+
+
 # --- duplicates
 
 

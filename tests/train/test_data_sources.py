@@ -144,7 +144,15 @@ def test_gzip(tmp_path):
     assert read_all(Data(source=names)) == [*TEXTS, TEXTS[1]]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),  # polars writes it
+        pa.dictionary(pa.int32(), pa.string()),  # a category of pandas
+    ],
+)
 def test_parquet_and_both_arrow_formats(tmp_path, kind):
     table = pa.table({"n": [1, 2, 3, 4], "body": pa.array(TEXTS, kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
@@ -179,6 +187,8 @@ def test_a_dataset_directory_on_disk(tmp_path):
         ("a.jsonl", jsonl(["x"], "body"), 'line 1 has no key "text" but "body"'),
         ("a.jsonl", jsonl(["x", None]), 'line 2: "text" holds None'),
         ("a.jsonl", r'{"text": "\ud800"}', "line 1 holds half a surrogate"),
+        ("a.jsonl", '{"text": ' + "[" * 200_000, "line 1 is not JSON"),
+        ("a.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1 is not JSON"),
         ("a.txt.gz", b"plain", "can't be read"),
         ("a.txt.gz", gzip.compress(b"x" * 1000, mtime=0)[:-9], "can't be read"),
         ("a.parquet", b"plain", "can't be read as parquet"),
@@ -201,6 +211,21 @@ def test_a_wrong_column_is_named(tmp_path):
     pq.write_table(pa.table({"body": ["x", None]}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match='row 1: "body" holds None'):
         read_all(Data(source=str(tmp_path), text_field="body"))
+    pq.write_table(pa.table([["x"], ["y"]], ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match='2 columns "text"'):
+        read_all(Data(source=str(tmp_path)))
+
+
+def test_offsets_of_a_damaged_arrow_file_are_not_followed(tmp_path):
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": TEXTS})
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+    offsets = table["text"].chunk(0).buffers()[1].to_pybytes()
+    assert path.read_bytes().count(offsets) == 1
+    path.write_bytes(path.read_bytes().replace(offsets, offsets[:-4] + b"\xff\xff\xff\x7f"))
+    with pytest.raises(InputError, match="can't be read as arrow"):
+        read_all(Data(source=str(path)))
 
 
 def test_without_pyarrow_the_command_to_install_it_is_given(tmp_path, monkeypatch):

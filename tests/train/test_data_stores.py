@@ -10,6 +10,7 @@ import struct
 import sys
 import tarfile
 import threading
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -161,6 +162,10 @@ def test_a_folder_of_the_hub_means_its_train_files(tmp_path):
     write(tmp_path / "validation/x.jsonl", jsonl(["d"]))
     write(tmp_path / "more.jsonl", jsonl(["e"]))
     assert read_all(Data(source=str(tmp_path))) == ["a", "b", "e"]
+    for path in [tmp_path / "more.jsonl", *tmp_path.glob("data/train*")]:
+        path.unlink()
+    with pytest.raises(InputError, match='has the splits test, validation but not "train"'):
+        find_files(Data(source=str(tmp_path)))
 
 
 # --- stores
@@ -236,8 +241,18 @@ def test_http(tmp_path):
         url = f"http://127.0.0.1:{server.server_port}"
         assert read_all(Data(source=f"{url}/a.jsonl")) == TEXTS
         assert read_all(Data(source=f"{url}/b.txt.gz")) == [TEXTS[1]]
+        listed = Data(source=f"{url}/", tokenizer="bytes", cache_dir=str(tmp_path / ".cache"))
+        texts = sorted([*TEXTS, TEXTS[1]])
+        for source in (f"{url}/", f"{url}/*.*"):
+            assert sorted(read_all(Data(source=source))) == texts
+        assert prepare(listed).meta.num_documents == len([text for text in texts if text])
         with pytest.raises(InputError, match="names no file"):
             find_files(Data(source=f"{url}/none.jsonl"))
+        with pytest.raises(InputError, match=r"forbidden\.jsonl can't be read .*403"):
+            find_files(Data(source=f"{url}/forbidden.jsonl"))
+        (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(InputError, match=r"gone\.jsonl can't be read .*404"):
+            find_files(Data(source=f"{url}/"))
     finally:
         server.shutdown()
         server.server_close()
@@ -246,6 +261,21 @@ def test_http(tmp_path):
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
+    """Says no ETag, but when a file changed; links that sort its pages."""
+
+    def list_directory(self, path):
+        names = [each.name for each in Path(path).glob("[!.]*")]
+        page = "".join(f'<a href="{name}">{name}</a>' for name in ["?C=N;O=D", *names]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        return io.BytesIO(page)
+
+    def send_head(self):
+        if "forbidden" in self.path:
+            return self.send_error(403)
+        return super().send_head()
+
     def log_message(self, *args):
         pass
 

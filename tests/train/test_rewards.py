@@ -1,10 +1,14 @@
 """Rewards: the loss against trl's on the same completions, and runs whose reward rises."""
 
 import json
+import sys
 import types
 from collections import defaultdict
+from datetime import date
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -134,6 +138,14 @@ def test_a_row_that_is_no_prompt_is_refused_by_its_name(tmp_path, row, words):
         prepare(chat_data(tmp_path, rows, records="prompts", columns=("answer",)))
 
 
+def test_a_column_that_is_no_json_is_refused_by_its_row(tmp_path):
+    rows = {"prompt": ["x", "y"], "day": [date(2020, 1, 1)] * 2}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    data = chat_data(tmp_path, [], records="prompts", columns=("day",))
+    with pytest.raises(InputError, match="row 0 can't be kept for the reward function"):
+        prepare(data.replace(source=str(tmp_path / "rows.parquet")))
+
+
 GRPO = ("finetune.objective=grpo", "data.records=prompts")
 
 
@@ -168,6 +180,21 @@ def test_functions_that_are_none_are_refused(tmp_path, monkeypatch, named, words
     with pytest.raises(InputError, match=words):
         load_reward(named)
     assert load_reward("own.py:f")("", "") == 1
+
+
+def test_a_file_of_rewards_is_a_module_like_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "beside_the_reward.py").write_text("BONUS = 2\n")
+    (tmp_path / "own.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from beside_the_reward import BONUS\n"
+        "@dataclass\n"
+        "class Rule:\n"
+        "    weight: float\n"
+        "def f(prompt, completion): return Rule(3).weight * BONUS\n"
+    )
+    assert load_reward(f"{tmp_path / 'own.py'}:f")("", "") == 6
 
 
 # --- runs: a completion is worth as much as it has of the letter that its prompt names
@@ -290,12 +317,21 @@ def test_layouts_that_cut_the_network_are_refused(tuned, change, words):
     assert not (tuned / "runs" / "no").exists()
 
 
-def test_a_function_that_fails_ends_the_run_with_its_name(tuned):
-    (tuned / "bad.py").write_text("def f(prompt, completion, letter): return float('nan')\n")
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("float('nan')", "'bad.py:f' gave nan"),
+        ("1e30", "'bad.py:f' gave 1e+30"),  # which fp32 has, but not its square
+        ("1 / 0", "'bad.py:f' raised ZeroDivisionError"),
+        ("exit(0)", "'bad.py:f' raised SystemExit(0)"),
+    ],
+)
+def test_a_function_that_fails_ends_the_run_with_its_name(tuned, returned, words):
+    (tuned / "bad.py").write_text(f"def f(prompt, completion, letter): return {returned}\n")
     changes = settings("name=bad", "finetune.grpo.reward=bad.py:f")
     done = paceline("train", "grpo.toml", *changes, folder=tuned)
     assert done.returncode == 1
-    assert "'bad.py:f' gave nan" in done.stderr
+    assert words in done.stderr
 
 
 def test_the_recipe_of_the_page_runs(tuned):

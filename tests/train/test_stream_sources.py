@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.train.checkpoint.files import FORMAT_VERSION, Manifest, encode_manifest
+from paceline.train.data.stream import sources
 from paceline.train.data.stream.ingest import Ingester
 from paceline.train.data.stream.log import segments
 from paceline.train.data.stream.prepare import PreparedStream, prepare_stream
@@ -127,6 +129,18 @@ def test_a_file_that_shrank_is_said_and_left_out(folder):
     assert texts_of(prepare_stream(job)) == ["one", "two"]
     assert len(said) == 1
     assert "has become shorter" in said[0]
+
+
+def test_a_file_that_goes_while_the_folder_is_looked_through_ends_nothing(folder, monkeypatch):
+    job = a_job(folder="incoming")
+    put(folder, "a.jsonl", row("gone"))
+    put(folder, "b.jsonl", row("one"))
+    seen = list(os.scandir(folder / "incoming"))
+    (folder / "incoming" / "a.jsonl").unlink()
+    monkeypatch.setattr(sources, "os", SimpleNamespace(scandir=lambda _: seen))
+    with ingesting(job, []) as ingester:
+        take_all(ingester)
+    assert texts_of(prepare_stream(job)) == ["one"]
 
 
 class Client:

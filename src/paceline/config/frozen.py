@@ -117,7 +117,10 @@ def _refuses_a_section(problem: ErrorDetails) -> bool:
 def _required(problem: ErrorDetails) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"a text that matches {problem['ctx']['pattern']}"
-    message = problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+    message = problem["msg"].removeprefix("Input should be ").partition(" after validation")[0]
+    for word, kind in (("String", "a text"), ("Tuple", "a list")):
+        message = message.replace(f"{word} should have", f"{kind} of")
+    message = message.replace("a valid ", "a ")
     return message.replace("a integer", "an integer").replace("a boolean", "true or false")
 
 

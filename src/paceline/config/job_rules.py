@@ -63,6 +63,11 @@ def disagreement(job: Sections) -> str | None:
             f"optim.decay_steps = {optim.decay_steps} has no effect with "
             f'optim.schedule = "{optim.schedule}": set it to 0 or use schedule = "wsd".'
         )
+    if optim.schedule == "wsd" and not optim.decay_steps:
+        return (
+            'optim.schedule = "wsd" falls over the last optim.decay_steps, and these are 0: give '
+            'their number, or use schedule = "constant".'
+        )
     if job.checkpoint.best is None and job.checkpoint.best_is != Checkpoint().best_is:
         return (
             f'checkpoint.best_is = "{job.checkpoint.best_is}" has no effect without a figure to '

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -174,7 +174,12 @@ class Train(FrozenConfig):
     """Steps in a row with a non-finite loss or gradient (each is skipped) that end the run."""
     weights: str | None = None
     """Folder of safetensors to start from, in Hugging Face's layout, or one of torch's DCP; true:
-    that of `model.hf`. Else random weights."""
+    that of `model.hf`. Else, or with false, random weights."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _none_if_false(cls, given: Any) -> Any:
+        return None if given is False else given
 
 
 class Checkpoint(FrozenConfig):

@@ -27,7 +27,7 @@ def mixture_problem(data: Data) -> str | None:
         return _unused(data)
     if data.source != Data().source:
         return f"data.source = {data.source!r} and data.sources each say what is read: keep one."
-    for name in ("filter", "dedup"):
+    for name in ("format", "text_field", "filter", "dedup"):
         if getattr(data, name) != getattr(Data(), name):
             return (
                 f"data.{name} has no effect with data.sources: give it to each of them that needs "

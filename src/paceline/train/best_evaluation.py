@@ -3,6 +3,7 @@
 What is judged (`checkpoint.best`) is the same number on every rank, so all decide alike.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ class BestEvaluation:
             self.num_worse += 1
 
     def _is_better(self, value: float, than: float) -> bool:
+        if math.isnan(than):
+            return not math.isnan(value)
         return value > than if self.job.checkpoint.best_is == "most" else value < than
 
     @property

@@ -53,7 +53,7 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
         height = (1 - progress) ** optim.power
     elif optim.schedule == "inverse_sqrt":
         return max(floor, optim.lr * math.sqrt(max(1, optim.warmup_steps) / (step + 1)))
-    elif optim.schedule == "wsd" and optim.decay_steps:
+    elif optim.schedule == "wsd":
         height = min(1.0, max(0, steps - 1 - step) / optim.decay_steps)
     else:
         height = 1.0

@@ -12,7 +12,7 @@ A run that is stopped between two updates on the same completions makes them ane
 import hashlib
 import importlib.util
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -48,6 +48,8 @@ from paceline.train.task import GiveOutputs, Step
 
 Reward = Callable[..., float]
 _MOST_AT_A_TIME = 64
+_MOST_REWARD = 1e18
+"""Its square is a number of fp32."""
 
 
 class Asked(NamedTuple):
@@ -205,14 +207,14 @@ class Rollouts:
         name = self._settings.reward
         try:
             reward = float(self._reward(self._text(prompt), completion, **prompt.columns))
-        except Exception as error:  # a person's own function may raise anything
+        except (Exception, SystemExit) as error:  # a person's own function may raise anything
             raise RunError(
                 f"finetune.grpo.reward = {name!r} raised {error!r}: correct it."
             ) from error
-        if not math.isfinite(reward):
+        if not abs(reward) <= _MOST_REWARD:  # also NaN
             raise RunError(
                 f"finetune.grpo.reward = {name!r} gave {reward} for {completion!r:.100}, and a "
-                "finite number is required: correct it."
+                f"number from {-_MOST_REWARD:g} to {_MOST_REWARD:g} is required: correct it."
             )
         return reward
 
@@ -249,7 +251,7 @@ def _take_those_of_first(module: nn.Module, rewards: Tensor) -> None:
 
 
 def load_reward(named: str) -> Reward:
-    """A person's function.
+    """A person's function. Its file finds modules beside it, as a script does.
 
     Args:
         named: "file.py:function".
@@ -262,10 +264,11 @@ def load_reward(named: str) -> Reward:
     path = Path(file).expanduser()
     if not file or not path.is_file():
         raise InputError(f'{setting} names no file: write "file.py:function".')
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{setting} names no Python file: give one that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # for dataclasses in it
+    sys.path.append(str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a person's own file may raise anything

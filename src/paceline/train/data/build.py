@@ -101,7 +101,7 @@ def _encoder(data: Data, files: list[SourceFile], folder: Path) -> Encoder:
         return make_encoder(str(path), [])
     encoder = make_encoder(data.tokenizer, training_texts(files, data))
     aside = path.with_suffix(".partial")
-    encoder.tokenizer.save(str(aside))
+    encoder.save(aside)
     aside.replace(path)
     return encoder
 

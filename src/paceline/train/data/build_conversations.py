@@ -49,7 +49,7 @@ def build_conversations(
     """
     form = ChatForm.of(data)
     encoder = make_encoder(data.tokenizer, texts_for_training(form, files))
-    encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
+    encoder.save(folder / TOKENIZER_FILE)
     encoder.tokenizer.encode_special_tokens = False  # a template's are meant as such
     per_row: Literal[1, 2] = 2 if form.has_pairs else 1
     train, held_out = (

@@ -207,6 +207,19 @@ def prepare_corpus(data: Data, progress: Progress | None = None) -> Corpus:
     Raises:
         InputError: one sentence, where a source or the tokenizer can't be used.
     """
+    try:
+        return _prepared_corpus(data, progress)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # What can't be read is a sentence already: a write of many bytes has failed.
+        raise InputError(
+            f"{cache_folder(data)} can't be written ({error.strerror or error}): make room there, "
+            "or set data.cache_dir to another folder."
+        ) from None
+
+
+def _prepared_corpus(data: Data, progress: Progress | None) -> Corpus:
     spec = data.tokenizer
     if not data.sources:
         sources = {HELD_OUT: prepare(data, progress, _num_published(data))}
@@ -268,7 +281,7 @@ def _shared_tokenizer(data: Data) -> Path:
             for each, part, size in zip(files, parts, sizes, strict=True)
         )
         aside = path.with_suffix(".partial")
-        make_encoder(data.tokenizer, texts).tokenizer.save(str(aside))
+        make_encoder(data.tokenizer, texts).save(aside)
         aside.replace(path)
     return path
 

@@ -12,7 +12,6 @@ aren't kept, for the caller to count. A byte-order mark is dropped.
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,12 @@ from paceline.config.errors import InputError
 from paceline.config.row_filter import RowFilter, row_filter
 from paceline.observe.stored import trouble_text
 from paceline.train.data.files import SourceFile
-from paceline.train.data.record_files import Record, mds_records, webdataset_records
+from paceline.train.data.record_files import (
+    Record,
+    mds_records,
+    object_of,
+    webdataset_records,
+)
 from paceline.train.data.stores import StoredFile
 
 PIECE_CHARS = 2**20
@@ -183,11 +187,11 @@ def _keeps(keep: RowFilter | None, row: dict[str, Any], where: str) -> bool:
 
 def _row_pieces(file: SourceFile, text_field: str, keep: RowFilter | None) -> Iterator[Piece]:
     for where, row, read_bytes in _rows(file):
-        if text_field not in row:
+        is_kept = _keeps(keep, row, where)
+        if is_kept and text_field not in row:
             raise InputError(
                 f'{where} has no key "{text_field}" but {_quoted(list(row))}: set data.text_field.'
             )
-        is_kept = _keeps(keep, row, where)
         text = _checked(row[text_field], text_field, where) if is_kept else ""
         yield Piece(text, True, read_bytes, is_kept)
 
@@ -211,35 +215,24 @@ def _rows_within(file: SourceFile, begin: int, end: int) -> Iterator[Row]:
             where = f"{file.path} byte {at}"
             at += len(line)
             if not line.isspace():
-                yield Row(where, _object_of_line(line, where), at - begin)
+                yield Row(where, object_of(line, where), at - begin)
 
 
 def _jsonl_records(stream: IO[bytes], path: object) -> Iterator[Record]:
     for number, line in enumerate(stream, 1):
         if not line.isspace():
             where = f"{path} line {number}"
-            yield Record(where, _object_of_line(line, where))
+            yield Record(where, object_of(line, where))
 
 
 _RECORDS = {"jsonl": _jsonl_records, "webdataset": webdataset_records, "mds": mds_records}
 
 
-def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{where} is not JSON ({error.msg}): correct or remove the line."
-        ) from None
-    if not isinstance(row, dict):
-        raise InputError(f"{where} is not a JSON object: each line must be one.")
-    return row
-
-
 def _checked(text: Any, text_field: str, where: str) -> str:
     if not isinstance(text, str):
         raise InputError(
-            f'{where}: "{text_field}" holds {text!r:.40} instead of a text: correct or remove it.'
+            f'{where}: "{text_field}" holds {text!r:.40} instead of a text: correct or remove it, '
+            "or leave such rows out by data.filter."
         )
     try:
         text.encode()
@@ -317,6 +310,7 @@ def _arrow_batches(
         _check_column(schema, text_field, file)
         known = [name for name in names if name in schema.names]
         for batch in batches:
+            batch.validate(full=True)  # offsets of a damaged file would be read out of bounds
             yield batch.select(known), source.tell() / source.size()
 
 
@@ -328,13 +322,14 @@ def _check_column(schema: Any, text_field: str | None, file: SourceFile) -> None
 
     if text_field is None:
         return
-    if text_field not in schema.names:
+    if (count := schema.names.count(text_field)) != 1:
         raise InputError(
-            f'{file.path} has no column "{text_field}" but {_quoted(schema.names)}: set '
-            "data.text_field."
+            f'{file.path} has {count or "no"} column{"s" if count else ""} "{text_field}" but '
+            f"{_quoted(schema.names)}: set data.text_field."
         )
     kind = schema.field(text_field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if values not in (pa.string(), pa.large_string(), pa.string_view()):
         raise InputError(
             f'{file.path}: column "{text_field}" is {kind}, not string: set data.text_field '
             "or convert it."

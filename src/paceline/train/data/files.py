@@ -160,7 +160,8 @@ def _stored(name: str, wanted: str) -> Iterator[SourceFile]:
             f"{name} was written by datasets.save_to_disk, which is read from a disk: copy it "
             "there, or name its files by a glob such as " + folder + "/data-*.arrow."
         )
-    chosen = [by_name[each] for each in _data_files(list(by_name))] if len(files) > 1 else files
+    names = list(by_name)
+    chosen = [by_name[each] for each in _data_files(names, name)] if len(files) > 1 else files
     if not chosen:
         raise InputError(
             f'data.source "{name}" names no file, prefix or glob with matches, or nobody answers '
@@ -202,14 +203,18 @@ def _folder_files(folder: Path, wanted: str) -> Iterator[SourceFile]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    chosen = [paths[name] for name in _data_files(list(paths))]
+    chosen = [paths[name] for name in _data_files(list(paths), str(folder))]
     if not chosen:
         raise InputError(f'data.source "{folder}" is a folder without files: name another.')
     yield from (SourceFile(path, _format_of(path, wanted)) for path in chosen)
 
 
-def _data_files(names: Sequence[str]) -> list[str]:
-    """Which files of a folder are read, by their paths in it."""
+def _data_files(names: Sequence[str], source: str) -> list[str]:
+    """Which files of a folder are read, by their paths in it.
+
+    Raises:
+        InputError: they are a data set of the Hub without a split to train on.
+    """
     seen = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
     formats = {name: _FORMAT_OF_SUFFIX.get(_suffix(name)) for name in seen}
     for alone in ("mds", "megatron"):
@@ -220,7 +225,14 @@ def _data_files(names: Sequence[str]) -> list[str]:
         return seen
     data = [name for name in seen if formats[name]]
     splits = {name: match[1] for name in data if (match := _SPLIT.search(name))}
-    return [name for name in data if splits.get(name, "train").startswith("train")]
+    chosen = [name for name in data if splits.get(name, "train").startswith("train")]
+    if not chosen:
+        known = ", ".join(sorted({*splits.values()}))
+        raise InputError(
+            f'data.source "{source}" has the splits {known} but not "train", which is the one '
+            "that is read: name files of another by a glob."
+        )
+    return chosen
 
 
 def _dataset_files(folder: Path) -> list[Path]:

@@ -199,10 +199,9 @@ def mixture_of(data: Data, sizes: Sequence[int], seed: int, global_batch: int) -
         )
         for each, size in zip(sources, sizes, strict=True)
     )
-    by_size = tuple(
-        ((each.epochs or 1.0) * size) ** (1 / data.temperature)
-        for each, size in zip(sources, sizes, strict=True)
-    )
+    read = [(each.epochs or 1.0) * size for each, size in zip(sources, sizes, strict=True)]
+    # Of the largest: its power is a number at any temperature.
+    by_size = tuple((size / max(read)) ** (1 / data.temperature) for size in read)
     given = tuple(each.weight or 0.0 for each in sources)
     stages = [WeightsFrom(0, given if any(given) else by_size)]
     for stage in data.stages:

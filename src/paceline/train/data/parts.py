@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -305,7 +306,10 @@ class _Worker:
                     made.put(RuntimeError(f"the process that tokenised part {part} ended early"))
                     return
                 told = ""
-                made.put(InputError(answer) if answer else part)
+                if isinstance(answer, list):
+                    made.put(OSError(*answer))
+                else:
+                    made.put(InputError(answer) if answer else part)
 
     def _answer(self, told: str) -> str:
         assert self._process.stdin is not None
@@ -316,7 +320,10 @@ class _Worker:
 
 
 def serve() -> None:
-    """Make the parts that standard input names, until it ends; answer with sentences, or none."""
+    """Make the parts that standard input names, until it ends; answer with sentences, or none.
+
+    Where one can't be written, the answer is what its OSError was made of.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     parent = os.getppid()
 
@@ -329,9 +336,11 @@ def serve() -> None:
     for line in sys.stdin:
         try:
             build.make(int(line), encoder, go_on)
-            answer = ""
+            answer: str | list[Any] = ""
         except InputError as error:
             answer = str(error)
+        except OSError as error:
+            answer = list(error.args)
         print(json.dumps(answer), flush=True)
 
 

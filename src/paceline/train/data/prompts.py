@@ -116,7 +116,7 @@ def build_prompts(
     form = ChatForm.of(data)
     texts = (text for text, *_ in _rows(form, data, files))
     encoder = make_encoder(data.tokenizer, texts)
-    encoder.tokenizer.save(str(folder / TOKENIZER_FILE))
+    encoder.save(folder / TOKENIZER_FILE)
     encoder.tokenizer.encode_special_tokens = False  # a template's are meant as such
     dtype = token_dtype(encoder.vocab_size)
     splits = [
@@ -127,7 +127,7 @@ def build_prompts(
     occurrences, hasher = np.zeros(encoder.vocab_size, np.int64), hashlib.sha256()
     for text, is_plain, columns, read_bytes in _rows(form, data, files):
         tokens = np.array(encoder.tokenizer.encode(text, add_special_tokens=is_plain).ids, np.int64)
-        told = np.frombuffer(json.dumps(columns).encode(), _BYTE)
+        told = np.frombuffer(columns, _BYTE)
         # Of two rows at least one is trained on, and one held out.
         moves = is_held_out(text.encode(), data.eval_fraction) and counts[0] > 0
         moves = moves or sum(counts) == 1
@@ -170,8 +170,9 @@ def build_prompts(
 
 def _rows(
     form: ChatForm, data: Data, files: list[SourceFile]
-) -> Iterator[tuple[str, bool, dict[str, Any], int]]:
-    """Of each row the text, whether no template made it, its columns, and bytes read so far."""
+) -> Iterator[tuple[str, bool, bytes, int]]:
+    """Of each row the text, whether no template made it, its columns as JSON, and bytes read so
+    far."""
     before = 0
     for file in files:
         for row, text, is_plain in form.read_prompts(file, data.columns):
@@ -180,8 +181,14 @@ def _rows(
                 raise InputError(
                     f"{row.where} has no {missing[0]!r}, which data.columns names: correct it."
                 )
-            columns = {name: row.values[name] for name in data.columns}
-            yield text, is_plain, columns, before + row.read_bytes
+            try:
+                columns = json.dumps({name: row.values[name] for name in data.columns})
+            except TypeError as error:  # columnar files have types of their own
+                raise InputError(
+                    f"{row.where} can't be kept for the reward function ({error}): convert its "
+                    "column to text or numbers, or leave it out of data.columns."
+                ) from None
+            yield text, is_plain, columns.encode(), before + row.read_bytes
         before += file.size_bytes
 
 

@@ -68,7 +68,7 @@ def webdataset_records(stream: IO[bytes], path: object) -> Iterator[Record]:
                 for name, content in members:
                     where = f"{path} file {name}"
                     if name.endswith(".json"):
-                        values |= _object(content, where)
+                        values |= object_of(content, where)
                     else:
                         values.setdefault("text", _text(content, where))
                 yield Record(f"{path} sample {key}", values)
@@ -178,13 +178,23 @@ def _text(content: bytes, where: str) -> str:
 
 
 def _json(content: bytes, where: str) -> Any:
+    text = _text(content, where)
     try:
-        return json.loads(_text(content, where))
-    except (json.JSONDecodeError, RecursionError):
-        raise InputError(f"{where} is not JSON: correct or remove it.") from None
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
+        reason = getattr(error, "msg", None) or error
+        raise InputError(f"{where} is not JSON ({reason}): correct or remove it.") from None
 
 
-def _object(content: bytes, where: str) -> dict[str, Any]:
+def object_of(content: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a line or a file.
+
+    Args:
+        where: for sentences.
+
+    Raises:
+        InputError: it is not UTF-8, not JSON, or no object.
+    """
     found = _json(content, where)
     if not isinstance(found, dict):
         raise InputError(f"{where} is not a JSON object: it must be one.")

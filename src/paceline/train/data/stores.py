@@ -19,7 +19,10 @@ from paceline.config.errors import InputError
 from paceline.observe.stored import trouble_text
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
-_STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "crc32c", "LastModified", "mtime", "created")
+_STAMPS = (
+    *("ETag", "etag", "blob_id", "md5Hash", "crc32c"),
+    *("LastModified", "Last-Modified", "mtime", "created"),
+)
 """What stores call the thing that changes with the contents, the surest first."""
 
 
@@ -53,6 +56,7 @@ def stored_files(name: str) -> tuple[str, list[StoredFile]]:
     """
     files, path = store_of(name)
     is_web = name.startswith(("http://", "https://"))
+    found: dict[str, Any] = {}
     try:
         if "*" in path or "[" in path:
             found = files.glob(path, detail=True)
@@ -60,7 +64,16 @@ def stored_files(name: str) -> tuple[str, list[StoredFile]]:
             found = files.find(path, detail=True)
         else:
             found = {path: files.info(path)}
-    except FileNotFoundError:
+        if is_web:  # of what a page links to, it tells neither size nor stamp
+            found = {
+                each: files.info(each) if info.get("size") is None else info
+                for each, info in found.items()
+                if info["type"] != "directory" and "?" not in each  # that sorts the page
+            }
+    except FileNotFoundError as error:
+        cause = error.__cause__  # whatever a web server answers instead of the file
+        if isinstance(cause, Exception) and (found or getattr(cause, "status", 404) != 404):
+            raise InputError(f"{error} can't be read ({trouble_text(cause)}): see to it.") from None
         return name, []
     except Exception as error:  # stores' clients raise anything
         raise InputError(f"{name} can't be listed ({trouble_text(error)}): see to it.") from None

@@ -56,6 +56,11 @@ class Encoder:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
+    def save(self, path: Path) -> None:
+        """Write its tokenizer.json."""
+        # The library's own `save` has no error of its own for a full disk.
+        path.write_text(self.tokenizer.to_str(pretty=True), "utf-8")
+
 
 def bpe_size(spec: str) -> int | None:
     """The N of "bpe:N", None for the other kinds of tokenizer.

@@ -154,7 +154,10 @@ class FolderSource:
             is_text = entry.name.endswith(".txt")
             if entry.name.startswith(".") or not (is_text or entry.name.endswith(".jsonl")):
                 continue
-            status, known = entry.stat(), self._known.get(entry.name, 0)
+            try:
+                status, known = entry.stat(), self._known.get(entry.name, 0)
+            except FileNotFoundError:  # it was taken away a moment ago
+                continue
             if status.st_size < known:
                 self._tell(entry.name, f"has become shorter than the {known} bytes already read")
             elif status.st_size > known and not (is_text and known):

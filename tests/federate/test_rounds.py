@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
-from paceline.federate.command import federate_command
+from paceline.federate.command import federate_command, prepare
 from paceline.federate.privacy import epsilon_of
 from paceline.federate.shared_file import read_tensors, trained_names, vector_of
 from paceline.models.weights import read_decoder, write_weights
@@ -53,6 +55,9 @@ ADAPTED = JOB[JOB.index('method = "lora"') : JOB.index("steps = 1")]
 """Of the Job: from the adapters to the weights that they adapt."""
 TRAINED = ADAPTED[ADAPTED.index("[") :]
 """The same without adapters."""
+WARM = "lr = 1e-2\n[train]\nweights = true\nsteps = "
+"""Of the Job: from the learning rate to how many steps, of which clients make fewer."""
+TWO_WEIGHTS = 'weight = 1\n[[data.sources]]\nname = "t"\nsource = "1.txt"\nweight = 2\n'
 STAYING = '[[optim.groups]]\npattern = "*"\nlr_factor = 0.0\n'
 
 
@@ -156,10 +161,57 @@ def test_uploads_are_the_bits_of_masked_numbers_and_keys(rounds):
         assert numbers * 6 / 8 <= line["upload_bytes"] < numbers * 6 / 8 + 4 * 6000
 
 
+def running_below(folder):
+    """Processes of federations below a folder, Flower's own among them."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(folder) in each.environ().get("FLWR_HOME", ""):
+                found.append(each)
+    return found
+
+
 def test_nothing_is_left_running(folder, rounds):
-    home = str(folder)
-    found = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
-    assert not [line for line in found if any(home in part for part in line)]
+    assert not running_below(folder / "federated" / "clients")
+
+
+@pytest.mark.timeout(900)
+def test_nothing_outlives_a_command_that_is_killed_in_a_round(folder):
+    pytest.importorskip("flwr")
+    (folder / "killed.toml").write_text(FEDERATE)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "paceline", "federate", "killed.toml"], cwd=folder
+    )
+    try:
+        log = folder / "federated" / "killed" / "logs" / "run.log"
+        while not (log.exists() and "strategy sampled" in log.read_text()):
+            assert command.poll() is None
+            time.sleep(0.5)
+    finally:
+        command.kill()
+        command.wait()
+    left = running_below(folder / "federated" / "killed")
+    assert left
+    assert not psutil.wait_procs(left, timeout=60)[1]
+    assert not running_below(folder / "federated" / "killed")
+
+
+@pytest.mark.timeout(900)
+def test_rounds_in_which_nobody_can_train_end_as_a_failure(folder):
+    """Each client's rows are fewer than a sample."""
+    pytest.importorskip("flwr")
+    (folder / "short.txt").write_text("ab\n" * CLIENTS)
+    job = JOB + '[[data.sources]]\nname = "s"\nsource = "short.txt"\n'
+    (folder / "short-job.toml").write_text(job)
+    text = FEDERATE.replace("lora.toml", "short-job.toml").replace('"source"', '"even"')
+    (folder / "short.toml").write_text(text.replace(f"rounds = {ROUNDS}", "rounds = 1"))
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "federate", "short.toml"],
+        cwd=folder, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no round changed anything" in done.stderr
+    assert "0 of 4 clients, too few" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -173,6 +225,13 @@ def test_nothing_is_left_running(folder, rounds):
         ('"0.txt"', '"nothing-*.txt"', "is no file here"),
         ('"0.txt"', '"lora.toml"', "of .jsonl or .txt files"),
         ('"0.txt"', '"3.txt"', "client 1 of 4 has none of 1 rows"),
+        ("[cluster]", "[layout]\ntp = 2\n[cluster]", "does not divide the 1 ranks"),
+        (
+            WARM,
+            f"{WARM}9 #".replace("[train]", "warmup_steps = 5\n[train]"),
+            "take 5 steps but train.steps",
+        ),
+        ("weight = 1\n", TWO_WEIGHTS, 'sources "t" is read in another way than "s"'),
     ],
 )
 def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, words):
@@ -184,3 +243,23 @@ def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, wor
     with pytest.raises(InputError, match=words):
         federate_command(folder / "refused.toml", [], None, read_job)
     assert not Path("federated/refused").exists()
+
+
+def test_a_client_reads_its_rows_as_the_job_says(folder, monkeypatch):
+    """How sources are read goes to each client; what only one process may hold does not."""
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+    rows = "".join(f'{{"body": "text {n}", "keep": true}}\n' for n in range(9))
+    job = f"{JOB}[observe]\nprometheus_port = 9100\n"
+    for name in ("one", "two"):
+        (folder / f"{name}.jsonl").write_text(rows)
+        job += f'[[data.sources]]\nname = "{name}"\nsource = "{name}.jsonl"\n'
+        job += 'text_field = "body"\nfilter = "keep"\n'
+    (folder / "fields.toml").write_text(job)
+    (folder / "read.toml").write_text(FEDERATE.replace("lora", "fields").replace("source", "even"))
+    begun = prepare(folder / "read.toml", [], None, read_job)
+    for client in range(CLIENTS):
+        own = read_job(begun.folder / "clients" / str(client) / "job.toml", [])
+        assert (own.data.text_field, own.data.filter) == ("body", "keep")
+        assert Path(own.data.source).read_text().count("body") >= 4
+        assert own.observe.prometheus_port is None

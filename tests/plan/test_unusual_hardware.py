@@ -14,7 +14,7 @@ from paceline.config.hardware import Cluster, ClusterSpec, device
 from paceline.config.links import NETWORKS
 from paceline.plan.answer import show
 from paceline.plan.answer.answer import Answer
-from paceline.plan.answer.describe import hardware_rows
+from paceline.plan.answer.describe import hardware_rows, headline
 from paceline.plan.answer.find import answer
 from paceline.plan.answer.page import render
 from paceline.plan.collectives.groups import tiers_of
@@ -61,6 +61,24 @@ def test_a_wafer_keeps_activations_and_waits_for_weights_that_outlast_its_produc
     slower = planned(Cluster(device=slow, devices_per_node=1, num_nodes=1)).best
     assert slower.time_s["exposed_comm.fsdp"] > 10 * best.time_s["exposed_comm.fsdp"]
     assert slower.step_s > best.step_s
+
+
+def test_a_faster_stream_of_weights_is_among_what_would_change_a_wafers_plan():
+    gains = {one.change: one.gain for one in planned(nodes("CS-3", 1)).sensitivities}
+    assert gains["the streaming of weights half as fast"] < -0.1
+    assert gains["the streaming of weights twice as fast"] > 0.1
+    others = planned(nodes("TPUv7", 4)).sensitivities
+    assert not any("streaming" in one.change for one in others)
+
+
+@pytest.mark.parametrize("name", ["CS-3", "TPUv7", "Gaudi3"])
+def test_a_device_without_our_runtime_is_no_better_known_than_a_gpu_and_is_said_to_lack_it(name):
+    found, on_gpu = (planned(nodes(each, 4)) for each in (name, "H200"))
+    widths = [one.best.interval_s[1] / one.best.step_s for one in (found, on_gpu)]
+    assert widths[0] >= widths[1]
+    assert found.best.assumptions["stack.matmul_time"].startswith("cited")
+    assert "trains on CUDA devices and CPUs alone" in headline(found)
+    assert "alone" not in headline(on_gpu)
 
 
 def test_switches_that_add_up_halve_what_a_large_sum_takes_between_nodes():

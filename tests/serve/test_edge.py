@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from paceline.config.errors import InputError, RunError
 from paceline.observe.run import Run
+from paceline.serve.edge import command
 from paceline.serve.edge.command import STATED, VERDICT, Budget, Stated, export_for_edge
 from paceline.serve.network import open_network
 from paceline.train.kept_weights import weights_of
@@ -108,6 +109,16 @@ def test_what_is_over_the_budget_is_not_kept(folder, run, budget, said):
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert not [*folder.glob("*over*")]
+
+
+def test_a_time_that_nothing_here_measures_is_refused_before_anything_is_tried(
+    tmp_path, run, monkeypatch
+):
+    monkeypatch.setattr(command, "has_llama", lambda: False)
+    monkeypatch.setattr(command, "write_gguf_of", None)
+    with pytest.raises(InputError, match="pip install llama-cpp-python, or leave the time out"):
+        export_for_edge(run, tmp_path / "out", "gguf", None, Budget(1e9, 1e9))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_differs_by_more_than_is_stated_is_not_kept(tmp_path, run, monkeypatch):

@@ -19,6 +19,8 @@ from rich.console import Console
 from paceline.config.errors import InputError, RunError
 from paceline.config.federate import Federate, read_federate
 from paceline.config.job import Job, JobSpec, to_toml
+from paceline.config.job_sections import Checkpoint, Data, Observe
+from paceline.config.mixture import Source
 from paceline.config.model import Model
 from paceline.config.urls import is_url
 from paceline.federate.privacy import noise_for
@@ -98,9 +100,10 @@ def prepare(
             '"paceline[federate]".'
         )
     asked = read_federate(file)
-    spec = read(file.parent / asked.job, list(overrides))
+    given = read(file.parent / asked.job, list(overrides))
+    spec = _of_client(given, asked)
     job = _checked(spec)
-    parts = _parts(asked, job)
+    parts = _parts(asked, given)
     noise = noise_for(asked.privacy, asked.clients, asked.rounds) if asked.privacy else 0.0
     folder = (out or Path("federated") / file.stem).absolute()
     if folder.exists():
@@ -115,8 +118,43 @@ def prepare(
         ) from None
     _write_start(folder, job)
     for client, part in enumerate(parts):
-        _write_client(folder, client, part, spec, asked, _shares(job))
+        _write_client(folder, client, part, spec, _shares(job))
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
+
+
+def _of_client(spec: JobSpec, asked: Federate) -> JobSpec:
+    """What a client trains in a round, but for its data: that of all stands in its place.
+
+    Raises:
+        InputError: it is no Job, or sources aren't read alike.
+    """
+    return spec.replace(
+        cluster=spec.cluster.replace(devices_per_node=1, num_nodes=1),
+        data=_as_one(spec.data),
+        train=spec.train.replace(
+            steps=asked.steps, epochs=None, tokens=None, eval_every=0, patience=0
+        ),
+        checkpoint=Checkpoint(every=0),
+        observe=Observe(tensorboard=False, profile_every=0),
+    )
+
+
+def _as_one(data: Data) -> Data:
+    """All sources as one: a client's rows are in one file, whichever they are of."""
+    if not data.sources:
+        return data
+    first = data.sources[0]
+    ways = {name: getattr(first, name) for name in ("format", "text_field", "filter", "dedup")}
+    for each in data.sources:
+        if each != Source(name=each.name, source=each.source, weight=first.weight, **ways):
+            raise InputError(
+                f'data.sources "{each.name}" is read in another way than "{first.name}" or by '
+                "epochs, and a client reads rows of all alike: give them equal weights and "
+                "settings, or none."
+            )
+    names = [each.source for each in data.sources]
+    every = [one for name in names for one in ([name] if isinstance(name, str) else name)]
+    return data.replace(source=every, sources=(), eval_sets=(), **ways)
 
 
 def _checked(spec: JobSpec) -> Job:
@@ -177,7 +215,7 @@ def _trained_names(job: Job) -> list[str]:
     return [name for name, source in found if is_trained(source)]
 
 
-def _parts(asked: Federate, job: Job) -> list[tuple[str, list[str]]]:
+def _parts(asked: Federate, job: JobSpec) -> list[tuple[str, list[str]]]:
     """Suffix and rows of each client's data.
 
     Raises:
@@ -259,7 +297,6 @@ def _write_client(
     client: int,
     part: tuple[str, list[str]],
     spec: JobSpec,
-    asked: Federate,
     shares: Shares,
 ) -> None:
     suffix, rows = part
@@ -267,13 +304,7 @@ def _write_client(
     shutil.copytree(folder / shares, own / shares)
     data = own / f"data{suffix}"
     data.write_text("".join(f"{row}\n" for row in rows))
-    job = spec.replace(
-        cluster=spec.cluster.replace(devices_per_node=1, num_nodes=1),
-        data=spec.data.replace(source=str(data), sources=()),
-        train=spec.train.replace(steps=asked.steps, epochs=None, tokens=None, eval_every=0),
-        checkpoint=spec.checkpoint.replace(every=0, copy_to=None),
-        observe=spec.observe.replace(tensorboard=False, profile_every=0, trackers=()),
-    )
+    job = spec.replace(data=spec.data.replace(source=str(data)))
     write_atomic(own / "job.toml", to_toml(job))
 
 
@@ -320,6 +351,11 @@ def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
                     f"{folder / 'logs' / 'run.log'} says why."
                 )
             time.sleep(_POLL_S)
+    if not any(line["is_summed"] for line in lines):
+        raise RunError(
+            f"paceline: no round changed anything, for too few clients answered: their log.txt in "
+            f"{folder / 'clients'} say why, or the logs in {folder / 'logs'}."
+        )
     _CONSOLE.print(f"{shares}: {folder / shares}", markup=False)
     return lines[-1]
 

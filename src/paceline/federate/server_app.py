@@ -6,6 +6,7 @@ never been there; left as it is, it would ask others for their shares and end th
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,6 +40,7 @@ from paceline.federate.shared_file import (
     write_tensors,
 )
 from paceline.observe.events import append_line
+from paceline.train.stopping import exit_with_parent
 
 app = ServerApp()
 
@@ -195,6 +197,7 @@ class _Unpacking:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run all rounds; each leaves a line in rounds.jsonl."""
+    exit_with_parent(os.getppid())  # Flower's own would ask a lost SuperLink for minutes
     stated = dict(context.run_config)
     strategy = _Changes(stated)
     bits, taking_part = int(stated["bits"]), int(stated["taking-part"])

@@ -1,4 +1,4 @@
-"""Our own runtime on GPUs, before it was measured: constants and error from stacks like it.
+"""Our own runtime before it was measured: constants and error from stacks like it on GPUs.
 
 The file is made by `tools/derive_own_stack.py` from published steps of torchtitan and torchao.
 """
@@ -12,8 +12,11 @@ from paceline.config.stack import Stack
 
 
 def own_stack(kind: str) -> Stack:
-    """Our runtime on devices of this kind. CPUs are measured where they are used (`bench`)."""
-    if kind != "cuda":
+    """Our runtime on devices of this kind. CPUs are measured where they are used (`bench`).
+
+    Devices that are no GPUs are assumed to be no better known: its pace on them is that on GPUs.
+    """
+    if kind == "cpu":
         return Stack()
     found = _derived()
     return Stack(constants=found["constants"], origin=found["origin"])

@@ -62,11 +62,14 @@ def facts(found: Answer) -> list[str]:
     size = f"{train.global_batch:,} x {train.seq_len:,} tokens"
     if found.unit == "images":
         size = f"{train.global_batch:,} images"
+    whose = (cluster.stack or Stack()).whose
+    if cluster.stack is None and cluster.device.kind == "other":
+        whose += " as if on a GPU (it trains on CUDA devices and CPUs alone)"
     return [
         f"{count_text(model.num_params)} parameters",
         f"{nodes}{cluster.devices_per_node} x {cluster.device.name}",
         f"{size} a step",
-        f"run by {(cluster.stack or Stack()).whose}",
+        f"run by {whose}",
     ]
 
 

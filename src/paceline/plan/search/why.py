@@ -39,6 +39,7 @@ _AXES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 _MESHES_AT_ONCE = 2048
 # How much mightier a cluster is looked at before one gives up, in nodes.
 _MORE_NODES = (2, 4, 8, 16, 32, 64)
+_SPEEDS = ((2.0, "twice as fast"), (0.5, "half as fast"))
 
 
 @dataclass(frozen=True)
@@ -199,12 +200,18 @@ def _rates(
 
 
 def _changes(setting: Setting, limit: float | None) -> Iterable[tuple[str, Setting, float | None]]:
-    tiers = tiers_of(setting.cluster) if setting.cluster.tiers or _has_links(setting) else ()
+    cluster = setting.cluster
+    tiers = tiers_of(cluster) if cluster.tiers or _has_links(setting) else ()
     for at, tier in enumerate(tiers):
-        for factor, word in ((2.0, "twice as fast"), (0.5, "half as fast")):
+        for factor, word in _SPEEDS:
             faster = (*tiers[:at], _scaled(tier, factor), *tiers[at + 1 :])
-            changed = replace(setting, cluster=setting.cluster.replace(tiers=faster, network=None))
-            yield f"{tier.name} {word}", changed, limit
+            changed = cluster.replace(tiers=faster, network=None)
+            yield f"{tier.name} {word}", replace(setting, cluster=changed), limit
+    if (stream := cluster.device.streamed_bytes_per_s) is not None:
+        for factor, word in _SPEEDS:
+            device = cluster.device.replace(streamed_bytes_per_s=_times(stream, factor))
+            changed = cluster.replace(device=device)
+            yield f"the streaming of weights {word}", replace(setting, cluster=changed), limit
     if limit is not None:
         yield "a quarter more memory", setting, 1.25 * limit
     yield "twice the batch", replace(setting, global_batch=2 * setting.global_batch), limit
@@ -219,13 +226,15 @@ def _has_links(setting: Setting) -> bool:
 
 def _scaled(tier: Tier, factor: float) -> Tier:
     """Links of another bandwidth and the same latency; curves keep what their least size takes."""
-    figure = tier.bytes_per_s
     curves = {
         op: tuple(_curve_scaled(curve, factor) for curve in of_op)
         for op, of_op in tier.collectives.items()
     }
-    changed = Figure(value=figure.value * factor, origin="assumed", source="what if")
-    return tier.replace(bytes_per_s=changed, collectives=curves)
+    return tier.replace(bytes_per_s=_times(tier.bytes_per_s, factor), collectives=curves)
+
+
+def _times(figure: Figure, factor: float) -> Figure:
+    return Figure(value=figure.value * factor, origin="assumed", source="what if")
 
 
 def _curve_scaled(curve: CollectiveCurve, factor: float) -> CollectiveCurve:

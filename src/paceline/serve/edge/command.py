@@ -105,11 +105,10 @@ class Budget:
         """What is over the budget; None: nothing."""
         if verdict.num_bytes > self.most_bytes:
             return f"{bytes_text(verdict.num_bytes)} of {bytes_text(self.most_bytes)}"
-        took = None if verdict.tokens_per_s is None else 1e3 / verdict.tokens_per_s
-        if self.most_ms is not None and took is None:
-            return "a time that is not measured without llama-cpp-python"
-        if self.most_ms is not None and took is not None and took > self.most_ms:
-            return f"{took:.3g} ms a token of {self.most_ms:g}"
+        if self.most_ms is not None and verdict.tokens_per_s is not None:
+            took = 1e3 / verdict.tokens_per_s
+            if took > self.most_ms:
+                return f"{took:.3g} ms a token of {self.most_ms:g}"
         return None
 
 
@@ -133,7 +132,7 @@ class Verdict:
     open_s: float | None = None
     prompt_tokens_per_s: float | None = None
     tokens_per_s: float | None = None
-    """One text, token by token. None: the file's own runtime is not installed."""
+    """One text, token by token. None: llama.cpp is not installed, which a GGUF is timed by."""
     resident_bytes: int | None = None
     """The most that opening and running the file took of memory, beside the runtime's own."""
 
@@ -172,9 +171,15 @@ def export_for_edge(
         step: of the checkpoint; None: the newest good one.
 
     Raises:
-        InputError: a run, a form or a folder that can't be, or nothing fits into the budget.
+        InputError: a run, a form or a folder that can't be, a budget with a time where none can be
+            measured, or nothing fits into the budget.
         RunError: the file differs by more than is stated, or its runtime can't run it.
     """
+    if form == "gguf" and budget is not None and budget.most_ms is not None and not has_llama():
+        raise InputError(
+            f"--budget: {budget.most_ms:g} ms a token of a gguf file are measured by llama.cpp, "
+            "which is not installed: pip install llama-cpp-python, or leave the time out."
+        )
     step, state = weights_of(run, step)
     job = run.job()
     if not isinstance(job.model, Model) or not job.model.causal:
@@ -196,6 +201,11 @@ def export_for_edge(
         write_atomic(partial / VERDICT, json.dumps(tried[-1].told(), indent=2) + "\n")
     note_export(run, job.name, step, folder, f"{form} {tried[-1].weights}")
     return tried[-1]
+
+
+def has_llama() -> bool:
+    """Whether llama.cpp runs GGUF here."""
+    return importlib.util.find_spec("llama_cpp") is not None
 
 
 def _forms(weights: Form | None, budget: Budget | None, model: Model) -> Iterator[Form]:
@@ -276,7 +286,7 @@ class _Truth:
         )
 
     def _run(self, form: str, target: Path) -> tuple[Tensor, dict[str, Any]]:
-        if form == "gguf" and importlib.util.find_spec("llama_cpp") is None:
+        if form == "gguf" and not has_llama():
             decoder = Decoder(self._model)
             decoder.load_state_dict(read_gguf(target, self._model))
             return self._logits_of(decoder), {"runtime": "gguf's reader, and Paceline's network"}

@@ -6,7 +6,7 @@ one, because a misspelt setting that is silently ignored costs a person a traini
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -26,6 +26,13 @@ Layers = Annotated[int, Field(gt=0, le=1000)]
 planned, built and written down by itself."""
 Width = Annotated[int, Field(gt=0, le=2**30)]
 """Of a vector, or of one side of a matrix."""
+_WORDS = {
+    "a integer": "an integer",
+    "a boolean": "true or false",
+    "a tuple": "a list",
+    "a dictionary": "a table",
+}
+"""What pydantic calls things, as a person does who writes TOML."""
 # Characters of a wrong value that an error repeats.
 _MOST_SHOWN = 200
 
@@ -118,7 +125,10 @@ def _required(problem: ErrorDetails) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"a text that matches {problem['ctx']['pattern']}"
     message = problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
-    return message.replace("a integer", "an integer").replace("a boolean", "true or false")
+    message = message.partition(" or instance of ")[0]
+    for python, words in _WORDS.items():
+        message = message.replace(python, words)
+    return message
 
 
 def _walk(config: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
@@ -127,9 +137,15 @@ def _walk(config: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Bas
     Returns:
         the innermost section, and the dotted path as a person would write it.
     """
-    section, path = config, []
+    section, path, is_key = config, [], False
     union: list[type[BaseModel]] = []
     for part in loc:
+        if is_key:  # of a mapping: a person chose it
+            path.append(str(part))
+            is_key = False
+            continue
+        field = section.model_fields.get(str(part))
+        is_key = field is not None and get_origin(field.annotation) is dict
         tagged = [one for one in union if _has_default(one, part)]
         inner = _sections_of(section, str(part))
         union = inner

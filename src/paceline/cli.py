@@ -1246,6 +1246,7 @@ def launch(
         spec = _read_in_steps(job, renamed)
         sources = () if job is None else (job,)
         prepared = prepare_job(spec, asked, folder.absolute(), sources, _machine)
+        _must_have_steps_left(prepared.run, spec)
     launch_command(prepared, is_dry=dry_run, as_json=as_json)
 
 
@@ -1358,7 +1359,10 @@ def top(
 def cost(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Directories of runs. Left out: those in runs/.", show_default=False),
+        typer.Argument(
+            help="Runs, by name or directory. Left out: all in runs/, and what was launched there.",
+            show_default=False,
+        ),
     ] = None,
     price: Annotated[
         float | None,
@@ -1426,6 +1430,17 @@ def _read_in_steps(path: Path | None, overrides: list[str]) -> "JobSpec":
     from paceline.train.length import length_in_steps
 
     return length_in_steps(job)
+
+
+def _must_have_steps_left(run: Path, job: "JobSpec") -> None:
+    """Importing torch takes seconds, and most runs that are launched have no checkpoints yet."""
+    from paceline.observe.run import Run, complete_steps
+
+    found = Run(run)
+    if complete_steps(found.checkpoint_folder):
+        from paceline.train.start import must_have_steps_left
+
+        must_have_steps_left(found, job)
 
 
 def _warm_up_own_ranks(module: str) -> None:

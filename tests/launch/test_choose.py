@@ -70,6 +70,11 @@ def test_on_drawn_situations_it_is_never_slower_than_a_fixed_size():
         assert choose(sizes, Aim()).end_s == min(size.end_s for size in sizes)
 
 
+def test_a_size_that_is_refused_says_so_in_a_word():
+    refused = Size("", 8, 64, refused="8 nodes are too many for this batch.")
+    assert table((MIDDLE, refused), MIDDLE).rows[1][-1] == "refused"
+
+
 def test_the_table_has_each_size():
     shown = table(SIZES, MIDDLE)
     assert shown.strong == 1

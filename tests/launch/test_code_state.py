@@ -40,6 +40,30 @@ def test_a_folder_outside_git_has_no_commit(tmp_path):
     assert code_state(tmp_path, with_patch=False) == CodeState()
 
 
+def test_a_repository_without_a_commit_is_refused(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(InputError, match="of which git tells no commit"):
+        code_state(tmp_path / "sub", with_patch=True)
+
+
+def test_the_patch_has_what_changed_in_a_submodule(project, tmp_path):
+    git(tmp_path, "init", "-q", "library")
+    (tmp_path / "library" / "layers.py").write_text("a = 1\n")
+    git(tmp_path / "library", "add", "-A")
+    git(tmp_path / "library", "commit", "-qm", "first")
+    allowed = ("-c", "protocol.file.allow=always")
+    git(project, *allowed, "submodule", "add", "-q", str(tmp_path / "library"), "library")
+    git(project, "commit", "-qam", "library")
+    (project / "library" / "layers.py").write_text("a = 2\n")
+    state = code_state(project, with_patch=True)
+    assert state.changed == ("library",)
+    git(project / "library", "checkout", "-q", "layers.py")
+    (tmp_path / "code.patch").write_bytes(state.patch)
+    git(project, "apply", str(tmp_path / "code.patch"))
+    assert (project / "library" / "layers.py").read_text() == "a = 2\n"
+
+
 def test_what_is_not_committed_is_refused_or_kept_as_a_patch(project, tmp_path):
     (project / "model.py").write_text("a = 2\n")
     (project / "job.toml").write_bytes(b"name = 'caf\xe9'\n")

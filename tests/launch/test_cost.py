@@ -12,13 +12,16 @@ from benchmarks.elastic.agents import Agents
 from benchmarks.elastic.jobs import write_job
 from paceline import cli
 from paceline.config.errors import InputError
+from paceline.config.site import Site
 from paceline.launch import cost as bill
 from paceline.launch import cost_page
+from paceline.launch.contract import Request
 from paceline.launch.cost import Price, runs_of, site_price
 from paceline.launch.cost_show import got_rows, idle_sentences, to_json
+from paceline.launch.records import RECORD_TYPE, LaunchRecord
 from paceline.launch.run_records import RunRecords
 from paceline.observe.energy import EnergyRecord, energy_of
-from paceline.observe.run import Run
+from paceline.observe.run import Run, json_lines
 from tests.command_line import metrics, paceline, ranks, start_paceline, write_tiny_job
 from tests.launch.made_run import BEGAN, attempt, event, make_run, start, step
 from tests.observe import interrupted
@@ -387,7 +390,7 @@ def test_a_site_says_what_its_devices_cost(tmp_path, monkeypatch):
         "lab/b200": "is not one kind of machine",
         "lab/a100": "site lab has no price for a100: give usd_per_device_hour there",
         "local": "it has none",
-        "nope": "has no site 'nope'",
+        "nope": "no site 'nope' is in paceline-sites.toml",
     }.items():
         with pytest.raises(InputError, match=words):
             site_price(place)
@@ -399,6 +402,32 @@ def test_the_jobs_own_price_is_taken_where_none_is_given(tmp_path):
     priced = "[cluster.prices.usd_per_device_hour]\nvalue = 4.0\norigin = 'assumed'\nsource = 'x'\n"
     run.write("job.toml", text + priced)
     assert cost_of(run).price == Price(4.0, "job.toml, x")
+
+
+def test_launches_that_made_no_run_are_billed_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("failed", "script"):
+        folder = tmp_path / "runs" / name / "launch" / "1"
+        folder.mkdir(parents=True)
+        request = Request(name, ("true",), tmp_path, folder, 1, 2)
+        record = LaunchRecord(0.0, "lab", Site(engine="local"), request)
+        (folder / "request.json").write_bytes(RECORD_TYPE.dump_json(record))
+        (folder / "id").write_text(str(folder))
+        (folder / "attempts.jsonl").write_text(json_lines([attempt(1, 0, 1, 10)]))
+    made = make_run(Path("runs/made"), [step(1, 3)], [start(2)])
+    made.launch_folder.mkdir()
+    (made.launch_folder / "1").symlink_to("../../script/launch/1")
+    assert [run.path.name for run in runs_of([])] == ["failed", "made"]
+    cli_of(monkeypatch, "cost", "failed", "--price", "3600", "--json")
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["device_us"]["starting"] == told["held_us"] == 18_000_000
+    assert (told["usd"], told["steps"]) == (18.0, 0)
+    cli_of(monkeypatch, "cost", "--price", "3600", "--json")
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(one["run"], one["held_us"]) for one in told] == [
+        ("runs/failed", 18_000_000),
+        ("runs/made", 18_000_000),
+    ]
 
 
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
-from paceline.config.site import site_named
+from paceline.config.site import NodeType, Site, site_named
 from paceline.launch import command
+from paceline.launch.contract import SilentError
 from paceline.launch.prepare import Asked, Prepared, prepare_script
 from paceline.launch.records import Launch, newest_launch
+from paceline.launch.sizes import planned_sizes
 from paceline.launch.supervision.engine import SupervisedEngine
 from paceline.launch.supervision.state import STATE
 from paceline.machine.discovery import this_machine
@@ -73,7 +75,7 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("job.toml", "--on", "lbb"), "has no site 'lbb'; did you mean lab?"),
+        (("job.toml", "--on", "lbb"), "no site 'lbb' is in paceline-sites.toml; did you mean lab?"),
         (("job.toml", "--on", "lab", "--nodes", "3"), "3 nodes were asked for and the site has 2"),
         (("job.toml", "--on", "lab", "--spot"), "no spot_usd_per_device_hour"),
         (("job.toml", "--on", "queue", "--nodes", "2"), "the site has 1"),
@@ -98,8 +100,27 @@ def test_what_is_wrong_is_one_sentence_and_leaves_nothing(here, arguments, said)
 def test_a_site_file_with_a_wrong_key_names_it(here):
     (here / "paceline-sites.toml").write_text('[lab]\nengine = "ssh"\nhost = ["n1"]\n')
     assert "lab.host is not a setting; did you mean hosts?" in refused("job.toml", "--on", "lab")
-    (here / "paceline-sites.toml").write_text('[lab]\nengine = "pbs"\n')
-    assert "lab.engine = 'pbs' can't be used" in refused("job.toml", "--on", "lab")
+    for lines, said in {
+        'engine = "pbs"': "lab.engine = 'pbs' can't be used",
+        'engine = "slurm"\nhosts = ["n1"]': "lab.hosts has no effect with engine 'slurm'",
+        'engine = "slurm"\nsetup = "true"': "lab.setup = 'true' can't be used: it must be a list.",
+        'engine = "slurm"\nnode_types.a.cluster = 8': "lab.node_types.a.cluster = 8 can't be used",
+    }.items():
+        (here / "paceline-sites.toml").write_text(f"[lab]\n{lines}\n")
+        assert said in refused("job.toml", "--on", "lab")
+    (here / "paceline-sites.toml").write_text("")
+    assert "no site 'lab' is in paceline-sites.toml" in refused("job.toml", "--on", "lab")
+
+
+def test_the_sites_of_all_projects_are_known_beside_the_projects_own(here, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "config"))
+    own = here / "config" / "paceline" / "sites.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text(
+        '[queue]\nengine = "ssh"\nhosts = ["x"]\n[mine]\nengine = "ssh"\nhosts = ["y"]\n'
+    )
+    assert site_named("mine").hosts == ("y",)
+    assert site_named("queue").engine == "local"  # the project's counts
 
 
 def test_the_site_of_the_page_is_one(here):
@@ -121,6 +142,21 @@ def test_a_job_that_does_not_fit_is_refused_before_it_waits(here):
     said = refused(str(LLAMA), "--on", "lab", "--nodes", "1", *wide)
     assert "nothing fits" in said
     assert "GB" in said
+
+
+def test_a_size_that_cannot_be_is_told_below_the_table(here):
+    small = ("--set", "train.global_batch=8", "--set", "elastic.min_nodes=2")
+    said = launch("job.toml", "--on", "lab", *small, "--dry-run")
+    assert "--nodes 1 of gpu: elastic.min_nodes = 2 is more than 1 nodes" in said
+
+
+def test_spot_machines_are_those_of_node_types_that_have_some(here):
+    kind = NodeType(cluster="8xH100-SXM", num_nodes=1)
+    types = {"spot": kind.replace(spot_usd_per_device_hour=1.0), "plain": kind}
+    job = read_job(here / "job.toml", ["train.global_batch=8"])
+    site = Site(engine="slurm", node_types=types)
+    (size,) = planned_sizes(job, site, 1, this_machine, is_spot=True)
+    assert size.size.node_type == "spot"
 
 
 def test_all_sizes_are_planned_and_the_best_is_rendered(here):
@@ -178,6 +214,44 @@ def test_a_script_runs_with_its_arguments_and_its_name_is_taken_while_it_lives(h
     assert run("jobs", "--all").count("finished") == 3
     with pytest.raises(InputError, match="there is nothing to stop"):
         run("stop", "second")
+    (here / "a script.py").write_text("raise RuntimeError('no GPU today')\n")
+    launch("a script.py", "--on", "queue", "--name", "third")
+    until(lambda: newest_launch(here / "runs" / "third").observe().state == "failed")
+    assert "localhost wrote last: RuntimeError: no GPU today\n" in run("why", "third")
+
+
+def test_an_engine_that_is_silent_is_asked_once_and_loses_no_job(here, monkeypatch):
+    (here / "script.py").write_text("print('ran')\n")
+    for name in ("one", "two"):
+        launch("script.py", "--on", "queue", "--name", name)
+        until(lambda name=name: newest_launch(here / "runs" / name).observe().state == "finished")
+    asked = []
+
+    def is_silent(self, job):
+        asked.append(job)
+        raise SilentError("it is silent: try again.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisedEngine, "observe", is_silent)
+        said = run("jobs", "--json")
+        assert len(asked) == 1
+        assert "one and 1 more: it is silent: try again.\n" in said
+        found = json.loads(said.splitlines()[-1])
+        assert [(one["state"], one["attempts"]) for one in found] == [("unknown", [])] * 2
+        assert run("jobs", "--release-idle", "1 s").count("it is silent") == 3
+        assert "ran\n" in run("logs", "one")
+        with pytest.raises(InputError, match="it is silent"):
+            run("why", "one")
+
+
+def test_a_letter_that_is_half_written_is_shown_whole(tmp_path):
+    log = command._Log(tmp_path / "log")
+    assert [*log.new_parts()] == []
+    raw = "50% █".encode()
+    (tmp_path / "log").write_bytes(raw[:-1])
+    assert "".join(log.new_parts()) == "50% "
+    (tmp_path / "log").write_bytes(raw)
+    assert "".join(log.new_parts()) == "█"
 
 
 def test_a_submission_that_dies_half_way_leaves_nothing(here, monkeypatch):
@@ -219,6 +293,10 @@ def test_a_site_is_held_against_its_machines(here):
     (here / "paceline-sites.toml").write_text(
         f'[bad]\nengine = "local"\nvenv = "{here}/no venv"\nscratch = "/nowhere"\n'
         'modules = ["none"]\n[empty]\nengine = "ssh"\n'
+        f'[nowhere]\nengine = "local"\nshared = "{here}/not made"\n[typed]\nengine = "local"\n'
+        '[typed.node_types.a]\ncluster = "8xH100-SXM"\nnum_nodes = 1\n'
+        '[typed.node_types.b]\ncluster = "8xH1000"\nnum_nodes = 1\n'
+        '[typed.node_types.c]\ncluster = "8xH100-SXM"\nnum_nodes = 2\n'
     )
     done = CliRunner().invoke(app, ["doctor", "--site", "bad", "--json"], catch_exceptions=False)
     assert done.exit_code == 1
@@ -228,6 +306,14 @@ def test_a_site_is_held_against_its_machines(here):
     assert "no venv/bin/paceline is there; install Paceline" in wrong[0]
     done = CliRunner().invoke(app, ["doctor", "--site", "empty"], catch_exceptions=False)
     assert "PROBLEM engine ssh can't be used: a site with engine" in done.stdout
+    done = CliRunner().invoke(app, ["doctor", "--site", "nowhere"], catch_exceptions=False)
+    assert "not made is no folder here: make it" in done.stdout
+    assert not (here / "not made").exists()
+    done = CliRunner().invoke(app, ["doctor", "--site", "typed"], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert "ok      node type a: 1 node of 8xH100-SXM can be asked for" in done.stdout
+    assert "PROBLEM node type b, 1 node: device 'H1000' is not in the catalogue" in done.stdout
+    assert "PROBLEM node type c, 2 nodes: 2 nodes were asked for and the site has 1" in done.stdout
     assert not [*here.glob(".paceline-*")]
 
 
@@ -259,6 +345,14 @@ def test_a_training_saves_goes_on_and_is_stopped(tmp_path):
     last = max(losses(tmp_path))  # a line for each step, none twice
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / f"step-{last}").is_dir()
     assert read_job(launch.job.folder / "job.toml").elastic.save_within_s == 45.0
+    for setting, said in {
+        "optim.lr=1": "",
+        "model.hidden_size=64": "has checkpoints of another training: model.hidden_size (32 before",
+        f"train.steps={last}": f"is complete after {last} steps",
+    }.items():
+        told = (*("launch", "job.toml", "--dry-run", *settings), "--set", setting)
+        done = paceline(*told, folder=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2 if said else 0, True), done.stderr
     _must_have_its_bill(tmp_path, launch)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from paceline.comm import forkserver_start
 from paceline.config.model import Model
 from paceline.launch import index
 from paceline.launch.index import INDEX_FILE, indexed_runs
-from paceline.launch.run_facts import folder_bytes, read_run
+from paceline.launch.run_facts import folder_bytes, read_run, tags_of
+from paceline.launch.runs_command import tag_command
 from paceline.models.decoder import Decoder
 from paceline.models.weights import read_decoder
 from paceline.observe.run import Run, complete_steps
@@ -228,6 +230,13 @@ def test_a_damaged_run_is_listed_as_such(folder, call):
 
 
 # ---- lists ---------------------------------------------------------------------------------------
+
+
+def test_tags_that_are_given_at_once_are_all_kept(folder):
+    tags, run = {f"t{number}" for number in range(12)}, Run(folder / "runs" / "small")
+    with ThreadPoolExecutor(len(tags)) as pool:
+        list(pool.map(lambda tag: tag_command(run, tag, remove=False), tags))
+    assert set(tags_of(run)) == tags
 
 
 def test_runs_are_chosen_and_ordered_by_figures_and_settings(folder, call):

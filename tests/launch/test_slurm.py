@@ -97,6 +97,13 @@ def test_what_slurm_refuses_is_one_sentence_and_leaves_nothing(jobs, site, sente
     assert not [*jobs.folder.iterdir()]
 
 
+def test_a_job_that_its_partition_would_never_start_is_refused(jobs):
+    on(jobs, Site(engine="slurm", partition="short"))
+    with pytest.raises(InputError, match="short ends jobs after 10:00: lower the site's max_hours"):
+        jobs.submit("true", num_nodes=1, time_limit_s=660)
+    assert not [*jobs.folder.iterdir()]
+
+
 DIES = """
 import os, signal, sys
 from pathlib import Path
@@ -314,6 +321,7 @@ def test_a_wait_is_explained_and_smaller_sizes_are_offered(lab, jobs):
     finally:
         jobs.bed.engine.signal(job, "stop")
     assert jobs.see(job).state == "cancelled"
+    assert jobs.see(job).exit_code is None  # it never ran
 
 
 def kept(jobs: Jobs, node: str) -> dict[str, object]:

@@ -7,10 +7,10 @@ import pytest
 
 from paceline.config.errors import InputError
 from paceline.config.site import NodeType, Site
-from paceline.launch.contract import Request, Submitted
+from paceline.launch.contract import Request, SilentError, Submitted
 from paceline.launch.engines.slurm.commands import environment, refused
 from paceline.launch.engines.slurm.job_state import JobState, Row
-from paceline.launch.engines.slurm.queue import estimate
+from paceline.launch.engines.slurm.queue import estimate, must_end_in_time
 from paceline.launch.engines.slurm.script import rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.usage import attempts
@@ -118,7 +118,7 @@ def test_settings_of_slurms_commands_do_not_reach_them(monkeypatch):
         ("QOSGrpGRES", 0, "limit"),
         ("QOSMaxJobsPerUserLimit", 0, "limit"),
         ("AssocGrpGRESMinutes", 0, "quota"),
-        ("PartitionTimeLimit", 0, "limit"),
+        ("PartitionTimeLimit", 0, "unschedulable"),
         ("PartitionConfig", 0, "unschedulable"),
         ("Dependency", 0, "dependency"),
         ("DependencyNeverSatisfied", 0, "unschedulable"),
@@ -147,6 +147,20 @@ def test_a_refusal_is_one_sentence_with_a_cure():
     said = "sbatch: error: Batch job submission failed: Invalid qos specification\n"
     assert "set the site's qos" in str(refused(said))
     assert "Slurm says" in str(refused(""))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect "
+        "failure)",
+    ],
+)
+def test_a_silent_controller_is_told_from_a_refusal(said):
+    error = refused(said)
+    assert isinstance(error, SilentError)
+    assert "try again when `scontrol ping` says UP" in str(error)
 
 
 def test_devices_of_slurms_texts():
@@ -257,6 +271,28 @@ def test_a_start_is_when_the_last_job_ends_on_the_nodes_that_slurm_found(slurm):
     assert estimate("#!/bin/sh\n") == now + 5000
     slurm.says("squeue", f"{now + 900}|n1\nN/A|n4")
     assert estimate("#!/bin/sh\n") == now + 5000
+
+
+@pytest.mark.parametrize(
+    ("lines", "listed", "is_refused"),
+    [
+        ("--time=601\n#SBATCH --partition=short", "short|10:00:00", True),
+        ("--time=600\n#SBATCH --partition=short", "short|10:00:00", False),
+        ("--time=2881", "main*|2-00:00:00\nlong|infinite", True),
+        ("--time=2880", "main*|2-00:00:00\nshort|10:00", False),
+        ("--time=2881\n#SBATCH --partition=main,long", "main*|2-00:00:00\nlong|infinite", False),
+        ("--time=601\n#SBATCH --partition=short\n#SBATCH --qos=x", "short|10:00:00", False),
+        ("--nodes=1", "main*|10:00", False),
+    ],
+)
+def test_more_time_than_a_partition_gives_is_refused(lines, listed, is_refused, slurm):
+    slurm.says("sinfo", listed)
+    script = f"#!/bin/sh\n#SBATCH {lines}\n"
+    if is_refused:
+        with pytest.raises(InputError, match="lower the site's max_hours"):
+            must_end_in_time(script)
+    else:
+        must_end_in_time(script)
 
 
 def test_a_start_is_sooner_on_nodes_that_slurm_passed_over(slurm):

@@ -6,7 +6,7 @@ one, because a misspelt setting that is silently ignored costs a person a traini
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -26,6 +26,17 @@ Layers = Annotated[int, Field(gt=0, le=1000)]
 planned, built and written down by itself."""
 Width = Annotated[int, Field(gt=0, le=2**30)]
 """Of a vector, or of one side of a matrix."""
+_WORDS = {
+    "a integer": "an integer",
+    "a boolean": "true or false",
+    "a tuple": "a list",
+    "a dictionary": "a table",
+    "String should have": "a text of",
+    "Tuple should have": "a list of",
+}
+"""What pydantic calls things, as a person does who writes TOML."""
+_LEFT_OUT = (" or instance of ", " after validation")
+"""Where what it says of Python begins."""
 # Characters of a wrong value that an error repeats.
 _MOST_SHOWN = 200
 
@@ -117,11 +128,12 @@ def _refuses_a_section(problem: ErrorDetails) -> bool:
 def _required(problem: ErrorDetails) -> str:
     if problem["type"] == "string_pattern_mismatch":
         return f"a text that matches {problem['ctx']['pattern']}"
-    message = problem["msg"].removeprefix("Input should be ").partition(" after validation")[0]
-    for word, kind in (("String", "a text"), ("Tuple", "a list")):
-        message = message.replace(f"{word} should have", f"{kind} of")
-    message = message.replace("a valid ", "a ")
-    return message.replace("a integer", "an integer").replace("a boolean", "true or false")
+    message = problem["msg"].removeprefix("Input should be ").replace("a valid ", "a ")
+    for end in _LEFT_OUT:
+        message = message.partition(end)[0]
+    for python, words in _WORDS.items():
+        message = message.replace(python, words)
+    return message
 
 
 def _walk(config: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], list[str]]:
@@ -130,9 +142,15 @@ def _walk(config: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Bas
     Returns:
         the innermost section, and the dotted path as a person would write it.
     """
-    section, path = config, []
+    section, path, is_key = config, [], False
     union: list[type[BaseModel]] = []
     for part in loc:
+        if is_key:  # of a mapping: a person chose it
+            path.append(str(part))
+            is_key = False
+            continue
+        field = section.model_fields.get(str(part))
+        is_key = field is not None and get_origin(field.annotation) is dict
         tagged = [one for one in union if _has_default(one, part)]
         inner = _sections_of(section, str(part))
         union = inner

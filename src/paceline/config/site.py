@@ -1,7 +1,8 @@
 """Site: what a person would type each time to get machines: scheduler, account, environment.
 
-It is read from the project's paceline-sites.toml, else from ~/.config/paceline/sites.toml. A file
-has a table for each site.
+It is read from paceline-sites.toml in the folder that one launches from, and from
+~/.config/paceline/sites.toml; of a name that both have, the former counts. A file has a table for
+each site.
 """
 
 import os
@@ -107,14 +108,28 @@ class Site(FrozenConfig):
         return self.node_types[name]
 
 
-PROJECT_FILE = "paceline-sites.toml"
+_ENGINES: dict[str, tuple[EngineName, ...]] = {
+    "partition": ("slurm", "kubernetes"),
+    "account": ("slurm",),
+    "qos": ("slurm", "kubernetes"),
+    "spot_partition": ("slurm", "kubernetes"),
+    "hosts": ("ssh",),
+    "ssh_config": ("ssh",),
+    "ray_address": ("ray",),
+    "context": ("kubernetes",),
+    "namespace": ("kubernetes",),
+    "claim": ("kubernetes", "skypilot"),
+    "topology": ("kubernetes",),
+    "buckets": ("skypilot",),
+    "grow_after_s": ("slurm",),
+}
+"""Of settings that not all engines heed: those that do."""
 
 
-def site_file() -> Path:
-    """The project's file where there is one, else the person's; either may not exist."""
+def site_files() -> tuple[Path, Path]:
+    """The person's file, and the project's, which counts more; either may not exist."""
     own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    project = Path(PROJECT_FILE)
-    return project if project.is_file() else own / "paceline" / "sites.toml"
+    return own / "paceline" / "sites.toml", Path("paceline-sites.toml")
 
 
 def read_sites(file: Path) -> dict[str, Site]:
@@ -132,6 +147,12 @@ def read_sites(file: Path) -> dict[str, Site]:
             sites[name] = Site.parse(table, where=name)
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
+        engine = sites[name].engine
+        for key in table:
+            if engine not in _ENGINES.get(key, (engine,)):
+                raise InputError(
+                    f"{file}: {name}.{key} has no effect with engine {engine!r}: leave it out."
+                )
     return sites
 
 
@@ -141,15 +162,18 @@ def site_named(name: str) -> Site:
     Raises:
         InputError: there is none; names the nearest.
     """
-    file = site_file()
-    sites = read_sites(file) if file.is_file() else {}
+    known = [file for file in site_files() if file.is_file()]
+    sites = {key: site for file in known for key, site in read_sites(file).items()}
     if name in sites:
         return sites[name]
     if name == "local":
         return Site(engine="local")
-    if not sites:
+    if not known:
+        own, project = site_files()
         raise InputError(
-            f"no site {name!r} is known, since neither {PROJECT_FILE} nor {file} exists: write one "
-            "of them (docs/cluster.md), or launch --on local."
+            f"no site {name!r} is known, since neither {project} nor {own} exists: write one of "
+            "them (docs/cluster.md), or launch --on local."
         )
-    raise InputError(f"{file} has no site {name!r}{nearest(name, [*sites, 'local'])}")
+    raise InputError(
+        f"no site {name!r} is in {' or '.join(map(str, known))}{nearest(name, [*sites, 'local'])}"
+    )

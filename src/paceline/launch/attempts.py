@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from paceline.config.errors import InputError
 from paceline.launch.contract import Attempt
-from paceline.launch.records import launches_of
+from paceline.launch.records import Engines, launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.observe.generations import Event, Generation, Generations
 from paceline.observe.locks import is_live
@@ -44,7 +44,7 @@ class _Record(TypedDict, total=False):
 _RECORD = TypeAdapter(_Record)
 
 
-def ask_engines(run: Run) -> list[str]:
+def ask_engines(run: Run, engines: Engines) -> list[str]:
     """Ask the engines of a Run's launches for their attempts, and keep what they say.
 
     Returns:
@@ -56,7 +56,7 @@ def ask_engines(run: Run) -> list[str]:
     told = []
     for launch in launches_of(run.path):
         try:
-            attempts = launch.engine.usage(launch.job)
+            attempts = engines.ask(launch, lambda one: one.engine.usage(one.job))
         except InputError as error:
             told.append(f"launch {launch.number} of {run.path.name}: {error}")
             continue
@@ -74,7 +74,7 @@ def attempts_of(records: RunRecords) -> tuple[Attempt, ...]:
     Raises:
         InputError: a file of the Run can't be read.
     """
-    launched, found = _written(records.run), records.found
+    launched, found = launched_attempts(records.run), records.found
     by_hand = _of_starts(records) if found is None else _of_generations(records, found)
     apart = [one for one in by_hand if not any(_overlap(one, other) for other in launched)]
     return tuple(sorted([*launched, *apart], key=lambda one: one.submitted))
@@ -89,8 +89,9 @@ def _held_until(one: Attempt) -> float:
     return inf if one.ended is None else one.ended
 
 
-def _written(run: Run) -> tuple[Attempt, ...]:
-    """By engines; a line that can't be read is left out."""
+def launched_attempts(run: Run) -> tuple[Attempt, ...]:
+    """Those of a Run's launches, as far as `ask_engines` has asked, the oldest first; a line that
+    can't be read is left out."""
     attempts = {}
     for file in sorted(run.path.glob(ATTEMPT_FILES)):
         for raw in read_lines(file, "attempt"):

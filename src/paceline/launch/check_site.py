@@ -1,4 +1,4 @@
-"""Is a site what its file says: its engine, folders and software on its nodes, their clocks."""
+"""Is a site what its file says: engine, node types, folders and software on its nodes, clocks."""
 
 import shlex
 import sys
@@ -11,7 +11,10 @@ from pathlib import Path
 from paceline.config.errors import InputError
 from paceline.config.outputs import check_output
 from paceline.config.site import Site
+from paceline.launch.contract import Request
 from paceline.launch.engines import engine_named
+from paceline.plan.answer.options import cluster_of
+from paceline.render.figures import plural
 
 # Elastic runs need no common clock; figures of several nodes are compared by the second.
 _APART_S = 2.0
@@ -36,9 +39,12 @@ def check_site(site: Site, directory: Path) -> tuple[SiteFinding, ...]:
         InputError: the shared folder can't be written here.
     """
     shared = Path(site.shared) if site.shared else directory
+    if not shared.is_dir():
+        return (
+            SiteFinding(False, f"shared = {shared} is no folder here: make it, or correct it."),
+        )
     check_output("shared", shared, is_folder=True)
     token = shared / f".paceline-{uuid.uuid4().hex}"
-    shared.mkdir(parents=True, exist_ok=True)
     token.write_text("made by paceline doctor --site, which removes it")
     try:
         before = time.time()
@@ -49,9 +55,39 @@ def check_site(site: Site, directory: Path) -> tuple[SiteFinding, ...]:
     finally:
         token.unlink()
     found = [SiteFinding(True, f"engine {site.engine} answers")]
+    for name, kind in site.node_types.items():
+        is_spot = kind.spot_usd_per_device_hour is not None
+        found.extend(_of_type(site, directory, name, spot) for spot in (False, True)[: 1 + is_spot])
     for node, text in answers.items():
         found.extend(_of_node(site, directory, shared, node, text.split(), (before, after)))
     return tuple(found)
+
+
+def _of_type(site: Site, directory: Path, name: str, spot: bool) -> SiteFinding:
+    """Whether all nodes of a type could be asked for, for as long as a job may run; asks nobody to
+    run anything."""
+    kind, engine = site.node_types[name], engine_named(site.engine)
+    what = f"node type {name}{', spot' if spot else ''}"
+    try:
+        request = Request(
+            name="paceline-doctor",
+            command=("true",),
+            directory=directory,
+            folder=directory,
+            num_nodes=kind.num_nodes,
+            devices_per_node=cluster_of(kind.cluster).devices_per_node,
+            node_type=name,
+            time_limit_s=None if site.max_hours is None else int(site.max_hours * 3600),
+            grace_s=site.grace_s,
+            spot=spot,
+        )
+        engine.expected_start(request, engine.render(request, site))
+    except InputError as error:
+        said = str(error).removeprefix("--")
+        return SiteFinding(False, f"{what}, {plural(kind.num_nodes, 'node')}: {said}")
+    return SiteFinding(
+        True, f"{what}: {plural(kind.num_nodes, 'node')} of {kind.cluster} can be asked for"
+    )
 
 
 def _script(site: Site, directory: Path, token: Path) -> str:

@@ -104,7 +104,7 @@ def table(sizes: Sequence[Size], chosen: Size) -> Table:
             _duration(size.run_s),
             _duration(size.end_s),
             amount_text(size.usd),
-            size.refused or size.layout,
+            "refused" if size.refused else size.layout,
         )
         for size in sizes
     ]

@@ -5,6 +5,7 @@ run can be made again from a commit; that is why what is not committed is refuse
 patch beside the job.
 """
 
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from paceline.config.errors import InputError
 from paceline.config.outputs import shown_path
 
 _TIMEOUT_S = 60
-_DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff")
+_DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--submodule=diff")
 _MOST_NAMED = 3
 
 
@@ -38,11 +39,17 @@ def code_state(directory: Path, *, apart: tuple[Path, ...] = (), with_patch: boo
         with_patch: keep what is not committed as a patch, rather than refuse it.
 
     Raises:
-        InputError: something is not committed.
+        InputError: something is not committed, or git can't tell.
     """
     top = _git(directory, "rev-parse", "--show-toplevel")
     commit = _git(directory, "rev-parse", "--verify", "HEAD")
     if top is None or commit is None:
+        if any((folder / ".git").exists() for folder in (directory, *directory.parents)):
+            where = shown_path(directory)
+            raise InputError(
+                f"{where} is in a git repository of which git tells no commit, and a run is made "
+                f"again from a commit: mend what `git -C {shlex.quote(where)} rev-parse HEAD` says."
+            )
         return CodeState()
     root, kept = Path(_text(top).strip()), tuple(path.resolve() for path in apart)
 

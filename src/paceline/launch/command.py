@@ -5,8 +5,10 @@ A launch is written into a folder of its own, which goes away again where the su
 
 import json
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +26,7 @@ from paceline.launch.contract import (
     Explains,
     Observation,
     Reason,
+    SilentError,
     State,
     Submitted,
     Wish,
@@ -36,6 +39,7 @@ from paceline.launch.records import (
     PATCH,
     RECORD_TYPE,
     REQUEST,
+    Engines,
     Launch,
     launch_numbers,
     launched_runs,
@@ -48,8 +52,9 @@ from paceline.render.figures import amount_text, date_text, duration_text, plura
 from paceline.render.table import Table
 
 _CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
-_LOOK_S = 0.5
+_LOOK_S, _LONGEST_WAIT_S = 0.5, 5.0
 _CHUNK = 1 << 16
+_MOST_LAST_BYTES = 2000
 
 REASONS: Mapping[Reason, str] = {
     "resources": "not enough machines are free",
@@ -73,6 +78,7 @@ _STATES: Mapping[State, str] = {
     "failed": "has failed: `paceline logs` shows what it wrote",
     "cancelled": "was stopped",
     "lost": "is lost: launch it again to go on from its newest checkpoint",
+    "unknown": "stands as nobody can tell now",
 }
 
 
@@ -91,6 +97,14 @@ def launch_command(prepared: Prepared, *, is_dry: bool, as_json: bool) -> None:
     request, record = prepared.record.request, prepared.record
     if len(prepared.sizes) > 1 and prepared.chosen is not None:
         _CONSOLE.print(table(prepared.sizes, prepared.chosen))
+        for size in prepared.sizes:
+            if size.refused:
+                _CONSOLE.print(f"{size.text}: {size.refused}")
+        if prepared.chosen.run_s is None:
+            _CONSOLE.print(
+                f"how long it runs can't be predicted, so {prepared.chosen.text} is taken, the "
+                "smallest: --nodes asks for another."
+            )
     if is_dry:
         print_files(prepared)
         return
@@ -175,11 +189,13 @@ def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
     """
     found = [one for run in launched_runs(runs) for one in launches_of(run)[0 if is_all else -1 :]]
     found.sort(key=lambda launch: launch.record.time)
-    seen = [(launch, *look(launch)) for launch in found]
+    engines = Engines()
+    seen = [(launch, *look(launch, engines)) for launch in found]
     if not seen:
         _CONSOLE.print(f"nothing was launched in {runs}: paceline launch my.toml --on SITE")
     else:
         _CONSOLE.print(_jobs_table(seen))
+    tell_unknown((launch, now) for launch, now, _ in seen)
     if as_json:
         print(json.dumps([_as_json(*one) for one in seen]))
 
@@ -190,11 +206,12 @@ def release_idle_command(runs: Path, least_s: float) -> None:
     Raises:
         InputError: a record is damaged.
     """
-    told = []
+    told, engines = [], Engines()
     for run in launched_runs(runs):
         for launch in launches_of(run)[-1:]:
             try:
-                told.append(release_idle(launch, launch.observe(), least_s, time.time()))
+                now = engines.ask(launch, Launch.observe)
+                told.append(release_idle(launch, now, least_s, time.time()))
             except InputError as error:
                 told.append(f"{run.name}: {error}")
     for sentence in filter(None, told):
@@ -203,18 +220,30 @@ def release_idle_command(runs: Path, least_s: float) -> None:
         _CONSOLE.print(f"nothing was held for nothing for {duration_text(least_s)}")
 
 
-def look(launch: Launch) -> tuple[Observation, tuple[Attempt, ...]]:
-    """How it stands; what its engine can't say is said instead."""
+def look(launch: Launch, engines: Engines) -> tuple[Observation, tuple[Attempt, ...]]:
+    """How it stands, and its attempts; "unknown" where its engine can't say."""
     try:
-        return launch.observe(), launch.engine.usage(launch.job)
+        return engines.ask(launch, lambda one: (one.observe(), one.engine.usage(one.job)))
     except InputError as error:
-        return Observation("lost", said=str(error)), ()
+        return Observation("unknown", said=str(error)), ()
+
+
+def tell_unknown(seen: Iterable[tuple[Launch, Observation]]) -> None:
+    """Say why an engine couldn't tell how a launch stands, once for all that it didn't know."""
+    why: dict[str, list[str]] = {}
+    for launch, now in seen:
+        if now.state == "unknown":
+            why.setdefault(now.said, []).append(launch.run.name)
+    for said, names in why.items():
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        _CONSOLE.print(f"{names[0]}{more}: {said}")
 
 
 def _jobs_table(seen: list[tuple[Launch, Observation, tuple[Attempt, ...]]]) -> Table:
     rows = []
     for launch, now, attempts in seen:
-        waited, ran = waited_and_ran(attempts)
+        times = map(duration_text, waited_and_ran(attempts))
+        is_known = now.state != "unknown"
         request = launch.record.request
         rows.append(
             (
@@ -222,9 +251,7 @@ def _jobs_table(seen: list[tuple[Launch, Observation, tuple[Attempt, ...]]]) -> 
                 launch.record.site_name,
                 now.state if now.reason is None else f"{now.state}: {now.reason}",
                 f"{request.num_nodes} x {request.devices_per_node}",
-                str(now.attempt),
-                duration_text(waited),
-                duration_text(ran),
+                *((str(now.attempt), *times) if is_known else ("–",) * 3),
                 "" if now.exit_code is None else str(now.exit_code),
             )
         )
@@ -262,28 +289,49 @@ def logs_command(run: Path, *, is_following: bool) -> None:
         InputError: nothing was launched there.
     """
     launch = newest_launch(run)
-    done: dict[Path, int] = {}
+    logs: dict[Path, _Log] = {}
     shown: Path | None = None
+    is_live, has_waited = is_following, False
+    ask_at, wait_s = 0.0, _LOOK_S
     while True:
-        is_live = launch.observe().state in LIVE
+        if is_live and time.monotonic() >= ask_at:
+            with suppress(SilentError):  # what the nodes write comes all the same
+                state = launch.observe().state
+                is_live = state in LIVE
+                if state == "queued" and shown is None and not has_waited:
+                    print(f"{run} waits: `paceline why {run.name}` says why", file=sys.stderr)
+                    has_waited = True
+            # Schedulers are asked seldom: one serves many people.
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            ask_at = time.monotonic() + wait_s
         for file in launch.engine.logs(launch.job):
-            for part in _new_parts(file, done):
+            for part in logs.setdefault(file, _Log(file)).new_parts():
                 if file != shown:
                     print(f"==> {file} <==", flush=True)
                     shown = file
                 print(part, end="", flush=True)
-        if not is_following or not is_live:
-            return
+        if not is_live:
+            break
         time.sleep(_LOOK_S)
+    if shown is None:
+        print(f"{run} has written nothing: see `paceline why {run.name}`", file=sys.stderr)
 
 
-def _new_parts(file: Path, done: dict[Path, int]) -> Iterator[str]:
-    """What a file has that was not read yet."""
-    with suppress(FileNotFoundError), file.open("rb") as source:
-        source.seek(done.get(file, 0))
-        while part := source.read(_CHUNK):
-            done[file] = source.tell()
-            yield part.decode(errors="replace")
+class _Log:
+    """A file that may still grow."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._done = file, 0
+        # A letter may be half written, or stand across two parts.
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def new_parts(self) -> Iterator[str]:
+        """What it has that was not read yet."""
+        with suppress(FileNotFoundError), self._file.open("rb") as source:
+            source.seek(self._done)
+            while part := source.read(_CHUNK):
+                self._done = source.tell()
+                yield self._decoder.decode(part)
 
 
 def stop_command(run: Path, *, is_saving: bool) -> None:
@@ -323,12 +371,30 @@ def why_command(run: Path) -> None:
         _CONSOLE.print(f"exit code: {now.exit_code}")
     if now.said:
         _CONSOLE.print(f"the engine says: {now.said}")
+    if now.state == "failed":
+        for line in _last_lines(launch):
+            _CONSOLE.print(line)
     if now.expected_start is not None:
         _CONSOLE.print(f"expected to start: {date_text(now.expected_start)}")
     engine = launch.engine
     if isinstance(engine, Explains):
         for sentence in engine.why(launch.job, launch.record.request, launch.record.site):
             _CONSOLE.print(sentence)
+
+
+def _last_lines(launch: Launch) -> Iterator[str]:
+    """What the nodes of the newest attempt wrote last: mostly why they failed."""
+    logs = launch.engine.logs(launch.job)
+    told = set()
+    for file in logs:
+        if file.name.partition("-")[0] == logs[-1].name.partition("-")[0]:
+            with suppress(OSError), file.open("rb") as source:
+                source.seek(max(0, file.stat().st_size - _MOST_LAST_BYTES))
+                lines = source.read(_MOST_LAST_BYTES).decode(errors="replace").split("\n")
+                last = next((line for line in reversed(lines) if line.strip()), "")
+                if last and last not in told:
+                    yield f"{file.stem} wrote last: {last.strip()}"
+                told.add(last)
 
 
 # ---- sites ---------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from paceline.config.errors import InputError
 from paceline.config.site import Site
 
-State = Literal["queued", "running", "finished", "saved", "failed", "cancelled", "lost"]
+State = Literal["queued", "running", "finished", "saved", "failed", "cancelled", "lost", "unknown"]
 """queued: waits for machines. finished: exit code 0. saved: exit code 75, nobody starts it again.
 failed: any other exit code. cancelled: a person stopped it. lost: the engine knows nothing of it,
-or its machines vanished and nobody starts it again."""
+or its machines vanished and nobody starts it again. unknown: the engine can't be asked; no engine
+says that itself."""
 
 Reason = Literal[
     "resources",
@@ -153,6 +155,10 @@ class Observation:
     exit_code: int | None = None
     expected_start: float | None = None
     """Unix time, as the engine estimates it."""
+
+
+class SilentError(InputError):
+    """The engine does not answer now: nothing can be known of any job that it has."""
 
 
 class Engine(Protocol):

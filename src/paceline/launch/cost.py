@@ -13,13 +13,13 @@ from pathlib import Path
 from paceline.config.errors import InputError
 from paceline.config.job import Job
 from paceline.config.site import NodeType, site_named
-from paceline.launch.attempts import attempts_of
+from paceline.launch.attempts import attempts_of, launched_attempts
 from paceline.launch.ledger import Ledger, ledger
-from paceline.launch.records import launches_of
+from paceline.launch.records import launched_runs, launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.launch.run_spans import spans_of
 from paceline.observe.energy import EnergyUse, energy_of
-from paceline.observe.run import Run, complete_steps
+from paceline.observe.run import Run, complete_steps, run_named
 from paceline.observe.summary import number
 
 HOUR_US = 3_600_000_000
@@ -116,6 +116,33 @@ def cost_of(records: RunRecords, price: Price | None = None) -> RunCost:
     )
 
 
+def cost_of_launches(run: Run, price: Price | None = None) -> RunCost:
+    """What launches cost that have made no Run: a script's, whose Runs have names of their own, or
+    such as wait, or ended before anything was trained.
+
+    Args:
+        run: of their name.
+        price: as in `cost_of`.
+
+    Raises:
+        InputError: a record is damaged.
+    """
+    return RunCost(
+        run=run,
+        name=run.path.name,
+        ledger=ledger(launched_attempts(run), (), time.time()),
+        price=price or _price_of_launch(run),
+        num_steps=0,
+        num_lost_steps=0,
+        unit="samples",
+        num_units=0,
+        num_epochs=None,
+        num_checkpoints=0,
+        planned_us=None,
+        energy=energy_of(run),
+    )
+
+
 def site_price(place: str, *, spot: bool = False) -> Price:
     """What a site says that a device costs.
 
@@ -144,15 +171,24 @@ def site_price(place: str, *, spot: bool = False) -> Price:
 
 
 def runs_of(paths: Sequence[Path]) -> list[Run]:
-    """Runs at these paths; none are given: those in runs/.
+    """Runs of these names or directories; none are given: all in runs/, and what was launched there
+    and has made no Run.
 
     Raises:
         InputError: there is none.
     """
-    found = [*paths] or sorted(path.parent for path in Path("runs").glob("*/job.toml"))
+    folder = Path("runs")
+    if paths:
+        return [run_named(path, folder) for path in paths]
+    found = [Run(path.parent) for path in folder.glob("*/job.toml")]
+    counted = {launch.resolve() for run in found for launch in run.launch_folder.glob("*")}
+    for run in map(Run, launched_runs(folder)):
+        launches = {launch.job.folder.resolve() for launch in launches_of(run.path)}
+        if not run.exists and launches - counted:
+            found.append(run)
     if not found:
         raise InputError("no run is named and there is none in runs/: name a run's directory.")
-    return [Run(path) for path in found]
+    return sorted(found, key=lambda run: run.path)
 
 
 def _price_of_launch(run: Run) -> Price | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.launch.attempts import ask_engines
-from paceline.launch.cost import Price, cost_of, runs_of
+from paceline.launch.cost import Price, cost_of, cost_of_launches, runs_of
 from paceline.launch.cost_show import show, to_json, together
+from paceline.launch.records import Engines, launches_of
 from paceline.launch.run_records import RunRecords
 from paceline.observe.run import write_atomic
 
@@ -19,7 +20,7 @@ def cost_command(
     """Say what runs cost, on the terminal.
 
     Args:
-        paths: directories of runs; none: those in runs/.
+        paths: runs, by name or directory; none: those in runs/.
         price: for all of them; None: each Job's own.
         html: write a page too.
         as_json: make the last line of stdout one JSON object, or a list of them.
@@ -27,10 +28,15 @@ def cost_command(
     Raises:
         InputError: a path is no run, or a file of it is damaged.
     """
-    runs, console = runs_of(paths), Console(highlight=False)
-    for sentence in [sentence for run in runs for sentence in ask_engines(run)]:
+    runs, engines, console = runs_of(paths), Engines(), Console(highlight=False)
+    for sentence in [sentence for run in runs for sentence in ask_engines(run, engines)]:
         console.print(sentence, markup=False, soft_wrap=True)
-    costs = [cost_of(RunRecords.of(run), price) for run in runs]
+    costs = [
+        cost_of_launches(run, price)
+        if not run.exists and launches_of(run.path)
+        else cost_of(RunRecords.of(run), price)
+        for run in runs
+    ]
     for one in costs:
         show(one, console)
     if len(costs) > 1:

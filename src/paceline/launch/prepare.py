@@ -114,7 +114,7 @@ def prepare_job(
         job = job.replace(elastic=job.elastic.replace(min_nodes=asked.min_nodes))
     run = runs / job.name
     number = _next_number(run)
-    engine = engine_named(asked.site.engine)
+    engine, aim = engine_named(asked.site.engine), _aim(asked, job)
     planned = planned_sizes(job, asked.site, asked.num_nodes, machine, is_spot=asked.is_spot)
     folder = _folder(run, number)
     bare = _request(asked, job.name, folder, ("paceline",), after=_ids(asked, runs))
@@ -136,7 +136,7 @@ def prepare_job(
     if len(planned) > 1:
         planned = tuple(_with_wait(one, engine, request_of(one), site) for one in planned)
     sizes = tuple(one.size for one in planned)
-    best = planned[sizes.index(choose(sizes, _aim(asked, job)))]
+    best = planned[sizes.index(choose(sizes, aim))]
     code = code_state(bare.directory, apart=(runs, *sources), with_patch=asked.with_patch)
     request = request_of(best)
     return Prepared(

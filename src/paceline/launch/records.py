@@ -8,19 +8,28 @@ log/, nodes/    what the start script writes (`launch.start_script`); the engine
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from paceline.config import files
 from paceline.config.errors import InputError
 from paceline.config.site import Site
-from paceline.launch.contract import ID_FILE, Engine, Observation, Request, Submitted
+from paceline.launch.contract import (
+    ID_FILE,
+    Engine,
+    Observation,
+    Request,
+    SilentError,
+    Submitted,
+)
 from paceline.launch.engines import engine_named
 from paceline.observe.run import Run
+
+T = TypeVar("T")
 
 REQUEST, JOB, PATCH = "request.json", "job.toml", "code.patch"
 LIVE = ("queued", "running")
@@ -73,6 +82,28 @@ class Launch:
             InputError: the engine can't say.
         """
         return self.engine.observe(self.job)
+
+
+class Engines:
+    """The engines of many launches: one that does not answer is waited for once, not at each."""
+
+    def __init__(self) -> None:
+        self._silent: dict[str, SilentError] = {}
+
+    def ask(self, launch: Launch, question: Callable[[Launch], T]) -> T:
+        """What an engine says of a launch.
+
+        Raises:
+            InputError: it can't say.
+        """
+        site = launch.record.site_name
+        if site in self._silent:
+            raise self._silent[site]
+        try:
+            return question(launch)
+        except SilentError as error:
+            self._silent[site] = error
+            raise
 
 
 def launches_of(run: Path) -> list[Launch]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from rich.console import Console
 
 from paceline.config.errors import InputError
@@ -43,6 +44,8 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_STEPS_SHOWN = 3
+_PATIENCE_S = 60.0
+"""So long a command waits for another one that gives a tag."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,11 @@ def tag_command(run: Run, tag: str, *, remove: bool) -> None:
         raise InputError(
             f"{tag[:80]!r} can't be a tag: use up to 64 letters, digits, '.', '_' and '-'."
         )
-    tags = set(tags_of(run))
-    tags = tags - {tag} if remove else tags | {tag}
-    run.write_json(TAGS_FILE, sorted(tags))
+    # Else one of two commands would write over what the other one gave.
+    with FileLock(run.path / f".{TAGS_FILE}.lock", timeout=_PATIENCE_S):
+        tags = set(tags_of(run))
+        tags = tags - {tag} if remove else tags | {tag}
+        run.write_json(TAGS_FILE, sorted(tags))
     print(f"{run.path.name}: {', '.join(sorted(tags)) or 'no tags'}")
 
 

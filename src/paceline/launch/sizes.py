@@ -112,7 +112,17 @@ def _places(
     job: JobSpec, site: Site, machine: Callable[[], Cluster], *, is_spot: bool
 ) -> list[_Place]:
     if site.node_types:
-        return [_place(name, kind, is_spot=is_spot) for name, kind in site.node_types.items()]
+        types = {
+            name: kind
+            for name, kind in site.node_types.items()
+            if not is_spot or kind.spot_usd_per_device_hour is not None
+        }
+        if not types:
+            raise InputError(
+                "the site's node_types have no spot_usd_per_device_hour, so there are no spot "
+                "machines: give it, or leave --spot out."
+            )
+        return [_place(name, kind, is_spot=is_spot) for name, kind in types.items()]
     if is_spot:
         raise InputError("--spot needs node_types in the site's file that say what spot costs.")
     if site.engine == "local":
@@ -134,11 +144,6 @@ def _place(name: str, kind: NodeType, *, is_spot: bool) -> _Place:
         said = str(error).removeprefix("--cluster ")
         raise InputError(f"node_types.{name}.cluster: {said}") from None
     price = kind.spot_usd_per_device_hour if is_spot else kind.usd_per_device_hour
-    if is_spot and price is None:
-        raise InputError(
-            f"node_types.{name} has no spot_usd_per_device_hour, so it has no spot machines: give "
-            "it, or leave --spot out."
-        )
     if price is not None:
         stated = {**vars(cluster.prices), "usd_per_device_hour": price}
         cluster = cluster.replace(prices=Prices.parse(stated))

@@ -20,11 +20,19 @@ from paceline.config.frozen import nearest
 from paceline.config.hardware import Cluster
 from paceline.config.job import JobSpec, differing, read_job, to_raw
 from paceline.config.outputs import shown_path
-from paceline.launch.command import look, print_files, submit, waited_and_ran
-from paceline.launch.contract import Observation, Submitted
+from paceline.launch.command import look, print_files, submit, tell_unknown, waited_and_ran
+from paceline.launch.contract import Attempt, Observation, Submitted
 from paceline.launch.index import indexed_runs
 from paceline.launch.prepare import Asked, Prepared, prepare_job
-from paceline.launch.records import JOB, LIVE, Launch, LaunchRecord, launched_runs, launches_of
+from paceline.launch.records import (
+    JOB,
+    LIVE,
+    Engines,
+    Launch,
+    LaunchRecord,
+    launched_runs,
+    launches_of,
+)
 from paceline.launch.sweep import Settings, Sweep, Trial, settings_text
 from paceline.observe.run import Run
 from paceline.render.figures import amount_text, duration_text, loss_text, plural
@@ -112,7 +120,9 @@ def sweep_table_command(runs: Path, name: str, *, as_json: bool) -> None:
         cure = nearest(name, sorted(known)) if known else ": launch one by paceline launch."
         raise InputError(f"{shown_path(runs)} has no sweep {name!r}{cure}")
     facts = {one.facts.name: one.facts for one in indexed_runs(runs)}
-    found = [_as_trial(launch, facts) for launch in launches]
+    engines = Engines()
+    looks = [look(launch, engines) for launch in launches]
+    found = [_as_trial(launch, *seen, facts) for launch, seen in zip(launches, looks, strict=True)]
     losses = [one["best_eval_loss"] for one in found]
     best = min((loss for loss in losses if loss is not None), default=None)
     rows = [
@@ -133,6 +143,7 @@ def sweep_table_command(runs: Path, name: str, *, as_json: bool) -> None:
     states = Counter(one["state"] for one in found)
     told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     _CONSOLE.print(f"{plural(len(found), 'trial')}: {told}")
+    tell_unknown(zip(launches, (now for now, _ in looks), strict=True))
     if as_json:
         print(json.dumps(found))
 
@@ -236,8 +247,9 @@ def _launch_row(run: Path, record: LaunchRecord, state: str) -> tuple[str, ...]:
     )
 
 
-def _as_trial(launch: Launch, facts: Mapping[str, Any]) -> dict[str, Any]:
-    now, attempts = look(launch)
+def _as_trial(
+    launch: Launch, now: Observation, attempts: tuple[Attempt, ...], facts: Mapping[str, Any]
+) -> dict[str, Any]:
     known = facts.get(launch.run.name)
     return {
         "run": str(launch.run),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.errors import InputError
-from paceline.config.job import Job
+from paceline.config.job import JobSpec
 from paceline.train.metrics_buffer import Line
 
 
@@ -16,7 +16,7 @@ from paceline.train.metrics_buffer import Line
 class BestEvaluation:
     """The best evaluation of a run."""
 
-    job: Job
+    job: JobSpec
     value: float | None = None
     """None before the first."""
     step: int = 0

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from paceline.comm.rank_env import ranks_from_env
 from paceline.config.errors import InputError
-from paceline.config.job import Job, to_raw, to_toml
+from paceline.config.job import Job, JobSpec, to_raw, to_toml
 from paceline.kernels import launch
 from paceline.machine.cpu_speed import with_speed
 from paceline.observe.events import append_event
@@ -108,7 +108,7 @@ def must_be_auditable(job: Job) -> None:
             )
 
 
-def identity(job: Job, data_key: str | None) -> dict[str, Any]:
+def identity(job: JobSpec, data_key: str | None) -> dict[str, Any]:
     """What may not change under a Run's checkpoints: the model, what of it is trained, and which
     samples come when."""
     return {
@@ -208,6 +208,26 @@ def begin_run(
     return is_left
 
 
+def must_have_steps_left(run: Run, job: JobSpec) -> None:
+    """Refuse a Job of which a Run's checkpoints show, before any data is read, that a start of it
+    would be refused, or find nothing to train.
+
+    Raises:
+        InputError: they are of another training, or of its last step.
+    """
+    wanted = identity(job, None)
+    del wanted["data"]
+    anew = "give the Job another name (--set name=...)"
+    _must_continue(str(run.path), wanted, newest_facts(run.checkpoint_folder), anew)
+    done, best = progress_of(run, job)
+    # A start would finish copies to a store that its last one left.
+    if done and best.is_finished(done) and job.checkpoint.copy_to is None:
+        raise InputError(
+            f"{run.path} is complete after {done} steps: train on with --set train.steps="
+            f"{2 * done}, or {anew}."
+        )
+
+
 def was_asked_to_stop(run: Run, since: float) -> bool:
     """Whether somebody wished so after a moment (unix time), by the clock of the Run's disk."""
     try:
@@ -216,7 +236,7 @@ def was_asked_to_stop(run: Run, since: float) -> bool:
         return False
 
 
-def progress_of(run: Run, job: Job) -> tuple[int, BestEvaluation]:
+def progress_of(run: Run, job: JobSpec) -> tuple[int, BestEvaluation]:
     """Steps that a Run has done, and its best evaluation as a Job judges it."""
     facts, best = newest_facts(run.checkpoint_folder), BestEvaluation(job)
     best.load(facts.get("best", {}))
@@ -265,7 +285,12 @@ def _empty_store(store: CheckpointStore) -> None:
         ) from None
 
 
-def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) -> None:
+def _must_continue(
+    where: str,
+    wanted: dict[str, Any],
+    facts: dict[str, Any],
+    anew: str = "give the Job another name (--set name=...), or start over with --fresh",
+) -> None:
     step = facts.get("step", 0)
     saved, wanted = _as_of(step, facts.get("identity", {})), _as_of(step, wanted)
     changed = [name for name in wanted if name in saved and saved[name] != wanted[name]]
@@ -280,8 +305,7 @@ def _must_continue(where: str, wanted: dict[str, Any], facts: dict[str, Any]) ->
     if name == "data":
         what = "the text, its tokenizer or its order"
     raise InputError(
-        f"{where} has checkpoints of another training: {what} changed; change it back, give the "
-        "Job another name (--set name=...), or start over with --fresh."
+        f"{where} has checkpoints of another training: {what} changed; change it back, or {anew}."
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.errors import InputError
+from paceline.launch.contract import SilentError
 from paceline.launch.engines.kubernetes.manifest import GROUP, NAME_LABEL, PLURAL, VERSION
 
 _JOBSETS = f"/apis/{GROUP}/{VERSION}"
@@ -20,6 +21,7 @@ _PATIENCE_S = 60.0
 _NOT_FOUND = "Error from server (NotFound)"
 """How kubectl begins the server's word that there is none; a program of hers that is not found, or
 a server, is another thing."""
+_WHEN_SILENT = "see that `kubectl get jobsets` works"
 _CURES = {
     "could not find the requested resource": "have JobSet installed in the cluster",
     "unauthorized": "renew your credentials",
@@ -27,10 +29,10 @@ _CURES = {
     "forbidden": "ask for the right, or correct the site's namespace",
     "already exists": "stop the job of this name first",
     "context": "correct the site's context",
-    "refused": "see that `kubectl get jobsets` works",
-    "unable to connect": "see that `kubectl get jobsets` works",
+    "refused": _WHEN_SILENT,
+    "unable to connect": _WHEN_SILENT,
     "error: eof": "give the kubeconfig's context a user, since it has no credentials",
-    "no such host": "see that `kubectl get jobsets` works",
+    "no such host": _WHEN_SILENT,
 }
 
 
@@ -149,9 +151,8 @@ def _kubectl(context: str, *words: str, text: str = "") -> subprocess.CompletedP
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise InputError(
-            f"kubectl gave no answer within {_PATIENCE_S:.0f} s: see that `kubectl get jobsets` "
-            "works."
+        raise SilentError(
+            f"kubectl gave no answer within {_PATIENCE_S:.0f} s: {_WHEN_SILENT}."
         ) from None
 
 
@@ -159,5 +160,7 @@ def _printed(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode == 0:
         return done.stdout
     said = " ".join(done.stderr.split()).removeprefix("Error from server").lstrip(": ").rstrip(".")
-    cure = next((cure for part, cure in _CURES.items() if part in said.lower()), None)
-    raise InputError(f"Kubernetes says {said[:300]!r}: {cure or 'change the job or the site'}.")
+    cures = (cure for part, cure in _CURES.items() if part in said.lower())
+    cure = next(cures, "change the job or the site")
+    kind = SilentError if cure == _WHEN_SILENT else InputError
+    raise kind(f"Kubernetes says {said[:300]!r}: {cure}.")

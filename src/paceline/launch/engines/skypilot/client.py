@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.config.errors import InputError
+from paceline.launch.contract import SilentError
 from paceline.launch.engines.skypilot.task import TASK
 
 _ASK_S, _LAUNCH_S = 120.0, 1800.0
@@ -124,7 +125,7 @@ def _run(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise InputError(
+        raise SilentError(
             f"sky gave no answer within {limit_s:.0f} s: see that `sky jobs queue` works."
         ) from None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.config.errors import InputError
+from paceline.launch.contract import SilentError
 
 _OTHERS = re.compile(r"(SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SACCT|SCONTROL|SCANCEL|SPRIO|SLURM)_")
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
@@ -23,10 +24,13 @@ _CURES = {
     "invalid feature": "set the node type's select to features that `sinfo -o %f` lists",
     "configuration is not available": "ask for fewer nodes, fewer devices on each or another type",
     "node count": "ask for fewer nodes",
+    "nodes are busy": "ask again when some are free",
     "time limit": "ask for less time, see `sinfo -o '%P %l'`",
     "policy": "see `sacctmgr show assoc user=$USER` for what the account may use",
-    "contact": "try again when `scontrol ping` says UP",
 }
+_SILENT = ("unable to contact", "socket timed out", "connection refused", "zero bytes")
+"""What commands say of a controller that is down, or overwhelmed."""
+_LATER = "try again when `scontrol ping` says UP"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -114,16 +118,16 @@ def no_slurm(command: str) -> InputError:
     )
 
 
-def no_answer(command: str) -> InputError:
+def no_answer(command: str) -> SilentError:
     """Slurm is here, and silent."""
-    return InputError(
-        f"{command} gave no answer within {PATIENCE_S:.0f} s: try again when `scontrol ping` says "
-        "UP."
-    )
+    return SilentError(f"{command} gave no answer within {PATIENCE_S:.0f} s: {_LATER}.")
 
 
 def refused(words: str) -> InputError:
     """Slurm's refusal as one sentence, with what may help."""
     said = _LEADER.sub("", words.strip().splitlines()[-1]) if words.strip() else "no"
+    said = said.strip().rstrip(".")
+    if any(each in said.lower() for each in _SILENT):
+        return SilentError(f"Slurm says {said!r}: {_LATER}.")
     cure = next((cure for part, cure in _CURES.items() if part in said.lower()), "change the job")
-    return InputError(f"Slurm says {said.strip().rstrip('.')!r}: {cure}.")
+    return InputError(f"Slurm says {said!r}: {cure}.")

@@ -9,7 +9,7 @@ from paceline.launch.contract import Attempt, Observation, Rendered, Request, Su
 from paceline.launch.engines.slurm.commands import ask, run
 from paceline.launch.engines.slurm.job_state import accounting, job_state
 from paceline.launch.engines.slurm.probing import probe
-from paceline.launch.engines.slurm.queue import estimate
+from paceline.launch.engines.slurm.queue import estimate, must_end_in_time
 from paceline.launch.engines.slurm.script import STOP, rendered
 from paceline.launch.engines.slurm.states import reason_of, state_of
 from paceline.launch.engines.slurm.submission import submit
@@ -33,6 +33,7 @@ class SlurmEngine:
 
     def expected_start(self, request: Request, rendered: Rendered) -> float | None:
         """As `sbatch --test-only` estimates it: by the time limits of the jobs that run."""
+        must_end_in_time(rendered.files[rendered.main])
         return estimate(rendered.files[rendered.main])
 
     def submit(self, request: Request, rendered: Rendered) -> Submitted:

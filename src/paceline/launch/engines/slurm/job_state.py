@@ -21,7 +21,7 @@ class JobState:
     """Slurm's; "" or "None": it has not looked at the job yet."""
     restarts: int
     exit_code: int | None
-    """Of the batch script; None: it has not ended, or a signal ended it."""
+    """Of the batch script; None: it has not ended, never ran, or a signal ended it."""
     nodes: tuple[str, ...]
     start: float | None
     """When it started; of one that waits, when it will, as Slurm estimates."""
@@ -52,12 +52,13 @@ def job_state(job: str) -> JobState | None:
     if reason in ("", "None") and fields.get("Dependency", "(null)") != "(null)":
         reason = "Dependency"
     is_over = word not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
+    nodes = hosts(fields.get("NodeList", ""))
     return JobState(
         word,
         reason,
         int(fields.get("Restarts", "0")),
-        exit_code_of(fields.get("ExitCode", "")) if is_over else None,
-        hosts(fields.get("NodeList", "")),
+        exit_code_of(fields.get("ExitCode", "")) if is_over and nodes else None,
+        nodes,
         unix_time(fields.get("StartTime", "")),
         unix_time(fields.get("SubmitTime", "")) or 0.0,
         unix_time(fields.get("EndTime", "")) if is_over else None,

@@ -8,12 +8,47 @@ from contextlib import suppress
 
 from paceline.config.errors import InputError
 from paceline.launch.engines.slurm.commands import hosts, refused, rows, run, unix_time
+from paceline.render.figures import duration_text
 
 _START = re.compile(r"to start at (\d+)(?:.* on nodes (\S+))?")
 _HOLDING = "--states=RUNNING,COMPLETING"
 # What is so now and may be otherwise later; everything else stays.
 _PASSES = ("nodes are busy", "not available", "drained", "held", "policy", "limit")
 _NEVER = "node configuration is not available"
+
+
+def must_end_in_time(batch_script: str) -> None:
+    """Refuse a job that asks for more time than its partition gives: by itself, Slurm takes it and
+    lets it wait for ever (slurm.conf(5), EnforcePartLimits).
+
+    Raises:
+        InputError: the job does so, or Slurm can't be asked.
+    """
+    told = dict(re.findall(r"^#SBATCH --(time|partition|qos)=(\S+)$", batch_script, re.MULTILINE))
+    if "time" not in told or "qos" in told:  # a QOS may lift the limit
+        return
+    name = told.get("partition")
+    named = () if name is None else (f"--partition={name}",)
+    found = list(rows("sinfo", "--noheader", "--format=%P|%l", *named))
+    may = {
+        place.rstrip("*"): limit for place, limit in found if name is not None or place[-1:] == "*"
+    }
+    wanted = 60 * int(told["time"])
+    if may and all(wanted > _seconds(limit) for limit in may.values()):
+        limits = ", ".join(f"{place} ends jobs after {limit}" for place, limit in may.items())
+        raise InputError(
+            f"the job asks for {duration_text(wanted)}, and Slurm's partition {limits}: lower the "
+            "site's max_hours, or set another partition."
+        )
+
+
+def _seconds(limit: str) -> float:
+    """Of "2-00:00:00", "10:00" or "infinite"."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    if found is None:
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def estimate(batch_script: str, *options: str) -> float | None:

@@ -52,7 +52,7 @@ _REASONS: tuple[tuple[str, Reason], ...] = (
     ("PartitionDown", "node_down"),
     ("PartitionInactive", "node_down"),
     ("PartitionConfig", "unschedulable"),
-    ("Partition", "limit"),
+    ("Partition", "unschedulable"),  # its limit of time, or of nodes
     ("BadConstraints", "unschedulable"),
     ("InvalidAccount", "unschedulable"),
     ("InvalidQOS", "unschedulable"),

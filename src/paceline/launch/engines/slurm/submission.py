@@ -24,7 +24,7 @@ from paceline.launch.engines.slurm.commands import (
     refused,
     run,
 )
-from paceline.launch.engines.slurm.queue import estimate
+from paceline.launch.engines.slurm.queue import estimate, must_end_in_time
 from paceline.launch.engines.slurm.script import job_name
 from paceline.launch.job_folder import job_folder
 from paceline.observe.run import write_atomic
@@ -47,6 +47,7 @@ def submit(request: Request, rendered: Rendered) -> Submitted:
             left of it.
     """
     # Such as more nodes than there are: sbatch itself would take it, and let it wait for ever.
+    must_end_in_time(rendered.files[rendered.main])
     estimate(rendered.files[rendered.main])
     with job_folder(request, rendered):
         job = _queue(request, rendered)

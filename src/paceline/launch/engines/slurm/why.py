@@ -13,6 +13,7 @@ from paceline.launch.engines.slurm.commands import ask, hosts, rows
 from paceline.launch.engines.slurm.job_state import JobState, job_state
 from paceline.launch.engines.slurm.queue import fits
 from paceline.launch.engines.slurm.script import BATCH_SCRIPT
+from paceline.render.figures import plural
 
 _SOON_S = 60.0
 """Slurm's estimates are no better."""
@@ -59,8 +60,8 @@ def free_sentences(
         return
     fit = {each.name for each in nodes if each.free >= request.devices_per_node}
     yield (
-        f"{free} of {all_devices} devices are free. It needs {request.num_nodes} nodes with "
-        f"{request.devices_per_node} free devices on each; there are {len(fit)}."
+        f"{free} of {all_devices} devices are free. It needs {plural(request.num_nodes, 'node')} "
+        f"with {plural(request.devices_per_node, 'free device')} on each; there are {len(fit)}."
     )
     stranded = sum(each.free for each in nodes if each.name not in fit)
     if stranded:
@@ -93,10 +94,11 @@ def _ahead(job: str, known: JobState) -> Iterator[str]:
     if not first:
         yield f"No job in {known.partition} comes first."
         return
-    number = "1 job comes" if len(first) == 1 else f"{len(first)} jobs come"
     shown = ", ".join(name for name, _ in first[:5]) + (", ..." if len(first) > 5 else "")
-    wish = sum(nodes for _, nodes in first)
-    yield f"{number} first in {known.partition} and ask for {wish} nodes: {shown}."
+    wish = plural(sum(nodes for _, nodes in first), "node")
+    come, ask_for = ("comes", "asks for") if len(first) == 1 else ("come", "ask for")
+    number = plural(len(first), "job")
+    yield f"{number} {come} first in {known.partition} and {ask_for} {wish}: {shown}."
     yield from _priority(job)
 
 
@@ -155,9 +157,9 @@ def _smaller(job: Submitted, request: Request) -> Iterator[str]:
     now = [size for size, start in starts.items() if start and start < time.time() + _SOON_S]
     for size, start in starts.items():
         if start is not None and size > max(now, default=0):
-            yield f"With {size} nodes it would start {_when(start)}."
+            yield f"With {plural(size, 'node')} it would start {_when(start)}."
     if now:
-        yield f"With {max(now)} node{'s' if max(now) > 1 else ''} it would start now."
+        yield f"With {plural(max(now), 'node')} it would start now."
 
 
 def _when(start: float) -> str:

@@ -80,7 +80,11 @@ def test_the_commands_of_the_table_run(tmp_path):
         if words[1] in ("tune", "search", "ladder"):
             words.append("--help")  # minutes of trials: tests/tune and tests/search have real ones
         if words[1] == "launch":
-            words = [*words[: words.index("--on")], "--on", "local", "--dry-run"]
+            # Under its own name it is complete by now, and refused.
+            words = [
+                *words[: words.index("--on")],
+                *("--on", "local", "--name", "again", "--dry-run"),
+            ]
         if words[0] == "torchrun":
             _run(words, tmp_path)
         else:

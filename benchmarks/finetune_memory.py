@@ -1,8 +1,10 @@
 """Fine-tuning on a small device: the memory that a run on 10 M parameters has resident.
 
 A decoder of 10 M parameters learns Python for a few steps. Then it is fine-tuned on conversations,
-all of it and by adapters, each as `paceline train` in a process of its own. The most that this
-process and its children had resident is read from /proc (VmHWM, summed), Python and torch included.
+all of it and by adapters, each as `paceline train` in a process of its own. What this process and
+its children have resident together is read ten times a second, Python and torch included: the sum
+of their Pss (/proc/PID/smaps_rollup), in which a page that processes share counts once. The most
+that was seen counts; what came and went within a tenth of a second may be missing.
 
     python -m benchmarks.finetune_memory [--steps 40] [--repeats 3]
 """
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,31 +108,28 @@ def tune(folder: Path, method: str, steps: int, repeat: int) -> dict[str, Any]:
 
 
 def _watched(folder: Path, *arguments: str) -> int:
-    """Run `paceline ARGUMENTS`; the most memory that it and its children had, in bytes."""
+    """Run `paceline ARGUMENTS`; the most memory that it and its children had together, in bytes."""
     command = [str(Path(sys.executable).parent / "paceline"), *arguments]
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
-        peaks: dict[int, int] = {}
+        peak = 0
         while process.poll() is None:
-            _see(process.pid, peaks)
+            peak = max(peak, _resident(process.pid))
             time.sleep(_EVERY_S)
     if process.returncode:
         raise SystemExit((folder / "said").read_text())
-    return sum(peaks.values())
+    return peak
 
 
-def _see(pid: int, peaks: dict[int, int]) -> None:
-    try:
-        family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return
-    for each in family:
-        try:
-            lines = Path(f"/proc/{each}/status").read_text().splitlines()
-        except OSError:
-            continue
-        found = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-        peaks[each] = max(peaks.get(each, 0), *(1024 * int(size) for size in found), 0)
+def _resident(root: int) -> int:
+    """Bytes of a process and those below it."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(root)
+        for each in (found, *found.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += each.memory_full_info().pss
+    return total
 
 
 def main() -> None:

@@ -245,13 +245,15 @@ def _forget(folder: Path) -> None:
 
 
 def _kill_steps(folder: Path) -> None:
-    """Kill what slurmds whose spool is below a folder have started: the keepers of steps first, so
-    that none can tell how its tasks ended, and then all below them."""
+    """Kill what slurmds whose spool is below a folder have started: the keepers of steps, and all
+    below them. All are halted before the first one is killed: else a keeper would tell how its
+    tasks ended, or an srun hear of its keeper's end and end the tasks of other nodes."""
     while keepers := _listening_below(folder):
         below = [each for keeper in keepers for each in _below(keeper)]
-        for process in (*keepers, *below):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        for way in (psutil.Process.suspend, psutil.Process.kill):
+            for process in (*below, *keepers):
+                with suppress(psutil.NoSuchProcess):
+                    way(process)
 
 
 def _listening_below(folder: Path) -> list[psutil.Process]:

@@ -247,25 +247,35 @@ def _forget(folder: Path) -> None:
 def _kill_steps(folder: Path) -> None:
     """Kill what slurmds whose spool is below a folder have started: the keepers of steps, and all
     below them. All are halted before the first one is killed: else a keeper would tell how its
-    tasks ended, or an srun hear of its keeper's end and end the tasks of other nodes."""
-    while keepers := _listening_below(folder):
-        below = [each for keeper in keepers for each in _below(keeper)]
+    tasks ended, or an srun hear of its keeper's end and end the tasks of other nodes. Children go
+    before their parents: the kernel lets halted orphans go on."""
+    while keepers := _keepers(folder):
+        below = [each for keeper in keepers for each in reversed(_below(keeper))]
         for way in (psutil.Process.suspend, psutil.Process.kill):
             for process in (*below, *keepers):
                 with suppress(psutil.NoSuchProcess):
                     way(process)
 
 
-def _listening_below(folder: Path) -> list[psutil.Process]:
+def _keepers(folder: Path) -> set[psutil.Process]:
+    """Those of steps. The kernel's list of sockets, read while others come and go, may lack one, so
+    it is read until nothing new is found."""
+    found: set[psutil.Process] = set()
+    while new := _listening_below(folder) - found:
+        found |= new
+    return found
+
+
+def _listening_below(folder: Path) -> set[psutil.Process]:
     """The processes `slurmstepd` whose socket is in a folder."""
-    found = []
+    found = set()
     for process in psutil.process_iter(["name"]):
         if process.info["name"] != "slurmstepd":
             continue
         with suppress(psutil.Error):
             sockets = process.net_connections("unix")
             if any(str(each.laddr).startswith(f"{folder}/") for each in sockets):
-                found.append(process)
+                found.add(process)
     return found
 
 

@@ -75,6 +75,9 @@ def test_sizes_keep_the_proportions_of_the_job(tmp_path):
     longer = lengthened(job, 120)
     assert (longer.train.steps, longer.optim.warmup_steps) == (120, 20)
     assert lengthened(job, 4).optim.warmup_steps == 1
+    falls = job.replace(optim=job.optim.replace(schedule="wsd", decay_steps=6))
+    shorter = [lengthened(falls, steps).optim for steps in (1, 2, 4)]
+    assert [(each.warmup_steps, each.decay_steps) for each in shorter] == [(0, 1), (1, 1), (1, 2)]
 
 
 def test_the_run_keeps_to_the_budget_and_loses_least(tmp_path):

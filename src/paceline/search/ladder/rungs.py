@@ -177,9 +177,11 @@ def head_counts(model: Model, least: int = 1, factor: float = 1.0) -> Iterator[i
 def lengthened(job: _Job, steps: int) -> _Job:
     """The Job for so many steps; warm-up and decay keep their parts of them."""
     optim, before = job.optim, job.train.steps
+    # Of a single step the decay is all: a schedule that falls has to fall somewhere.
+    most = {"warmup_steps": steps // 2, "decay_steps": (steps + 1) // 2}
     parts = {
-        name: min(steps // 2, max(1, round(value * steps / before)))
-        for name in ("warmup_steps", "decay_steps")
+        name: min(limit, max(1, round(value * steps / before)))
+        for name, limit in most.items()
         if (value := getattr(optim, name)) and before
     }
     return job.replace(

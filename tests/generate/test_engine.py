@@ -10,7 +10,7 @@ from paceline.config.sampling import Grammar, Sampling
 from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.generate.exact import check_places
-from paceline.generate.packed import can_pack
+from paceline.generate.packed import PackedWeights, can_pack
 from paceline.generate.paged import KeyShape
 from tests.generate.networks import MODELS, VOCAB, alone, built, prompt
 
@@ -327,6 +327,16 @@ def test_results_that_depend_on_a_place_are_told():
     rows[2, 3] = torch.nextafter(rows[2, 3], rows.new_tensor(9.0))
     with pytest.raises(InputError, match="rounds rows differently by their place"):
         check_places(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_called_packable_can_be_packed(dtype):
+    """oneDNN knows of bf16 on any CPU, and packs it only on some."""
+    decoder = built(MODELS["grouped"], dtype)
+    if can_pack(decoder):
+        PackedWeights(decoder)
+    else:
+        assert dtype != torch.float32 or not torch.backends.mkldnn.is_available()
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])

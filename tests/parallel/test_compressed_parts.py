@@ -93,10 +93,16 @@ def test_stages_lose_as_little(name, learned):
 
 
 def test_stages_of_shards_code_what_whole_shards_do(learned):
-    """Blocks of 256 values begin where parameters do: the same is coded, but for rounding."""
+    """Blocks of 256 values begin where parameters do: the same is coded, but for rounding.
+
+    A value in the middle of two codes falls to the one or the other by the order of a sum: on a CPU
+    without AVX-512 15 of 28,832. Where blocks begin elsewhere nine in ten are other ones.
+    """
     (losses, told, got), same = learned["untied stages of shards"], learned["untied shards"]
     assert losses == pytest.approx(same[0], rel=1e-6)
-    torch.testing.assert_close(got, same[2], rtol=0, atol=1e-6)
+    off = (got - same[2]).abs()
+    assert (off > 1e-6).float().mean() < 2e-3
+    assert off.max() < 1e-4  # a code is a small part of a step of 5e-3
     assert told["error_norm"] == pytest.approx(same[1]["error_norm"], rel=1e-5)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paceline.models.decoder import Decoder
 
 Product = Callable[[Tensor], Tensor]
-_TYPES = (torch.float32, torch.bfloat16)
 
 
 @contextmanager
@@ -47,9 +46,17 @@ def can_pack(decoder: Decoder) -> bool:
     """Whether this CPU has products of packed matrices, and the network lies there in one piece."""
     weights = [module.weight for module in decoder.modules() if type(module) is nn.Linear]
     return torch.backends.mkldnn.is_available() and all(
-        type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _TYPES
+        type(weight) is nn.Parameter and weight.device.type == "cpu" and _packs(weight.dtype)
         for weight in weights
     )
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether this CPU has products of packed matrices of a type; of bf16 not without AVX-512 or
+    AVX-NE-CONVERT, where oneDNN refuses to pack them."""
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
 
 
 class PackedWeights:

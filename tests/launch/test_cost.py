@@ -26,7 +26,7 @@ from tests.command_line import metrics, paceline, ranks, start_paceline, write_t
 from tests.launch.made_run import BEGAN, attempt, event, make_run, start, step
 from tests.observe import interrupted
 
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def cost_of(run, price=None):
@@ -428,6 +428,23 @@ def test_launches_that_made_no_run_are_billed_once(tmp_path, monkeypatch, capsys
         ("runs/failed", 18_000_000),
         ("runs/made", 18_000_000),
     ]
+
+
+def test_of_all_runs_a_damaged_one_is_left_out_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        make_run(Path("runs") / name, [step(1, 12)], [start(0), event("end", 14, state="finished")])
+    Path("runs/b/job.toml").write_text("[[[")
+    cli_of(monkeypatch, "cost", "--json")
+    out = capsys.readouterr().out
+    assert "b is left out: " in out
+    assert json.loads(out.splitlines()[-1])["run"] == "runs/a"
+    Path("runs/a/job.toml").write_text("[[[")
+    for given in ([], ["runs/b"]):  # nothing is left, or it was asked for
+        with pytest.raises(SystemExit) as refused:
+            cli_of(monkeypatch, "cost", *given)
+        assert refused.value.code == 2
+        assert "job.toml" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path, monkeypatch, capsys):

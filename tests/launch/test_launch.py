@@ -176,7 +176,7 @@ def test_code_that_is_not_committed_is_refused_or_kept(here):
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
     (here / "code.py").write_text("a = 1\n")
     for arguments in (["init", "-q"], ["add", "code.py"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *arguments], check=True, timeout=60)
+        subprocess.run([*git, *arguments], check=True, timeout=300)
     (here / "code.py").write_text("a = 2\n")
     assert "not committed (code.py)" in refused(*ON_QUEUE)
     (here / "script.py").write_text("import code\nprint('ran')\n")
@@ -282,8 +282,9 @@ def test_a_damaged_record_is_a_sentence(here):
     with pytest.raises(InputError, match=r"request\.json does not exist"):
         run("why", "x")
     (folder / "request.json").write_text('{"time": "soon"}')
-    with pytest.raises(InputError, match=r"request\.json"):
-        run("jobs")
+    said = run("jobs")
+    assert "x is left out: " in said
+    assert "request.json" in said
 
 
 def test_a_site_is_held_against_its_machines(here):

@@ -42,8 +42,7 @@ from paceline.launch.records import (
     Engines,
     Launch,
     launch_numbers,
-    launched_runs,
-    launches_of,
+    launches_of_each,
     newest_launch,
 )
 from paceline.launch.release import release_idle
@@ -182,38 +181,34 @@ def _alone(prepared: Prepared) -> Iterator[None]:
 
 
 def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
-    """The newest launch of each run, or all of them, the newest last.
-
-    Raises:
-        InputError: a record is damaged.
-    """
-    found = [one for run in launched_runs(runs) for one in launches_of(run)[0 if is_all else -1 :]]
+    """The newest launch of each run, or all of them, the newest last."""
+    of_each, damaged = launches_of_each(runs)
+    found = [launch for launches in of_each for launch in launches[0 if is_all else -1 :]]
     found.sort(key=lambda launch: launch.record.time)
     engines = Engines()
     seen = [(launch, *look(launch, engines)) for launch in found]
-    if not seen:
-        _CONSOLE.print(f"nothing was launched in {runs}: paceline launch my.toml --on SITE")
-    else:
+    if seen:
         _CONSOLE.print(_jobs_table(seen))
+    elif not damaged:
+        _CONSOLE.print(f"nothing was launched in {runs}: paceline launch my.toml --on SITE")
     tell_unknown((launch, now) for launch, now, _ in seen)
+    for sentence in damaged:
+        _CONSOLE.print(sentence)
     if as_json:
         print(json.dumps([_as_json(*one) for one in seen]))
 
 
 def release_idle_command(runs: Path, least_s: float) -> None:
-    """Give back what the newest launches hold for nothing, for so long at least; say what.
-
-    Raises:
-        InputError: a record is damaged.
-    """
-    told, engines = [], Engines()
-    for run in launched_runs(runs):
-        for launch in launches_of(run)[-1:]:
-            try:
-                now = engines.ask(launch, Launch.observe)
-                told.append(release_idle(launch, now, least_s, time.time()))
-            except InputError as error:
-                told.append(f"{run.name}: {error}")
+    """Give back what the newest launches hold for nothing, for so long at least; say what."""
+    of_each, damaged = launches_of_each(runs)
+    told: list[str | None] = [*damaged]
+    engines = Engines()
+    for launch in (launch for launches in of_each for launch in launches[-1:]):
+        try:
+            now = engines.ask(launch, Launch.observe)
+            told.append(release_idle(launch, now, least_s, time.time()))
+        except InputError as error:
+            told.append(f"{launch.run.name}: {error}")
     for sentence in filter(None, told):
         _CONSOLE.print(sentence)
     if not any(told):

@@ -15,7 +15,7 @@ from paceline.config.job import Job
 from paceline.config.site import NodeType, site_named
 from paceline.launch.attempts import attempts_of, launched_attempts
 from paceline.launch.ledger import Ledger, ledger
-from paceline.launch.records import launched_runs, launches_of
+from paceline.launch.records import launched_runs, launches_of, submitted_numbers
 from paceline.launch.run_records import RunRecords
 from paceline.launch.run_spans import spans_of
 from paceline.observe.energy import EnergyUse, energy_of
@@ -183,7 +183,8 @@ def runs_of(paths: Sequence[Path]) -> list[Run]:
     found = [Run(path.parent) for path in folder.glob("*/job.toml")]
     counted = {launch.resolve() for run in found for launch in run.launch_folder.glob("*")}
     for run in map(Run, launched_runs(folder)):
-        launches = {launch.job.folder.resolve() for launch in launches_of(run.path)}
+        submitted = submitted_numbers(run.path)
+        launches = {(run.launch_folder / str(number)).resolve() for number in submitted}
         if not run.exists and launches - counted:
             found.append(run)
     if not found:

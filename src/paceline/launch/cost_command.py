@@ -6,12 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from paceline.config.errors import InputError
 from paceline.launch.attempts import ask_engines
-from paceline.launch.cost import Price, cost_of, cost_of_launches, runs_of
+from paceline.launch.cost import Price, RunCost, cost_of, cost_of_launches, runs_of
 from paceline.launch.cost_show import show, to_json, together
-from paceline.launch.records import Engines, launches_of
+from paceline.launch.records import Engines, submitted_numbers
 from paceline.launch.run_records import RunRecords
-from paceline.observe.run import write_atomic
+from paceline.observe.run import Run, write_atomic
 
 
 def cost_command(
@@ -26,17 +27,21 @@ def cost_command(
         as_json: make the last line of stdout one JSON object, or a list of them.
 
     Raises:
-        InputError: a path is no run, or a file of it is damaged.
+        InputError: a path is no run, or a file of it is damaged. Of all in runs/, the damaged ones
+            are left out with a sentence, where another one is left.
     """
-    runs, engines, console = runs_of(paths), Engines(), Console(highlight=False)
-    for sentence in [sentence for run in runs for sentence in ask_engines(run, engines)]:
-        console.print(sentence, markup=False, soft_wrap=True)
-    costs = [
-        cost_of_launches(run, price)
-        if not run.exists and launches_of(run.path)
-        else cost_of(RunRecords.of(run), price)
-        for run in runs
-    ]
+    console, engines, costs = Console(highlight=False), Engines(), []
+    runs = runs_of(paths)
+    for run in runs:
+        try:
+            told = ask_engines(run, engines)
+            costs.append(_cost_of(run, price))
+        except InputError as error:
+            if paths or (run == runs[-1] and not costs):
+                raise
+            told = [f"{run.path.name} is left out: {error}"]
+        for sentence in told:
+            console.print(sentence, markup=False, soft_wrap=True)
     for one in costs:
         show(one, console)
     if len(costs) > 1:
@@ -47,5 +52,11 @@ def cost_command(
         write_atomic(html, cost_page.render(costs, html))
         console.print(f"{html}: the same as a page", markup=False)
     if as_json:
-        told = [to_json(one) for one in costs]
-        print(json.dumps(told[0] if len(told) == 1 else told))
+        plain = [to_json(one) for one in costs]
+        print(json.dumps(plain[0] if len(plain) == 1 else plain))
+
+
+def _cost_of(run: Run, price: Price | None) -> RunCost:
+    if not run.exists and submitted_numbers(run.path):
+        return cost_of_launches(run, price)
+    return cost_of(RunRecords.of(run), price)

@@ -112,8 +112,19 @@ def launches_of(run: Path) -> list[Launch]:
     Raises:
         InputError: a record is damaged.
     """
-    numbers = sorted(launch_numbers(run))
-    return [one for number in numbers if (one := _launch(run, number)) is not None]
+    return [_launch(run, number) for number in submitted_numbers(run)]
+
+
+def launches_of_each(runs: Path) -> tuple[list[list[Launch]], list[str]]:
+    """Of each Run directory that has launches, the oldest first; and a sentence for each that has a
+    damaged record instead: the others are no worse for it."""
+    found, damaged = [], []
+    for run in launched_runs(runs):
+        try:
+            found.append(launches_of(run))
+        except InputError as error:
+            damaged.append(f"{run.name} is left out: {error}")
+    return found, damaged
 
 
 def newest_launch(run: Path) -> Launch:
@@ -135,6 +146,12 @@ def launch_numbers(run: Path) -> Iterator[int]:
         yield from (int(one.name) for one in folder.iterdir() if _NUMBER.fullmatch(one.name))
 
 
+def submitted_numbers(run: Path) -> list[int]:
+    """Of what an engine took, from the oldest."""
+    folder = Run(run).launch_folder
+    return [one for one in sorted(launch_numbers(run)) if (folder / str(one) / ID_FILE).is_file()]
+
+
 def launched_runs(runs: Path) -> list[Path]:
     """Run directories with launches of their name, by name. One that a script made links to the
     script's."""
@@ -148,10 +165,8 @@ def launched_runs(runs: Path) -> list[Path]:
     return sorted(filter(is_launched, runs.iterdir()))
 
 
-def _launch(run: Path, number: int) -> Launch | None:
+def _launch(run: Path, number: int) -> Launch:
     folder = (Run(run).launch_folder / str(number)).absolute()
-    if not (folder / ID_FILE).is_file():
-        return None
     cure = "put back a copy of it, or remove the folder"
     record = files.read_json(folder / REQUEST, RECORD_TYPE, cure)
     name = files.read_text(folder / ID_FILE, cure, _MOST_ID_BYTES).strip()

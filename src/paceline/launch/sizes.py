@@ -158,7 +158,7 @@ def _planned(job: JobSpec, site: Site, place: _Place, nodes: int) -> Planned:
     try:
         on = _on(job, site, place, nodes)
         concrete = concrete_cluster(on.cluster, place.cluster.replace(num_nodes=nodes))[0]
-        plan = plan_job(on, place.cluster.replace(num_nodes=nodes))
+        plan = plan_job(on, place.cluster.replace(num_nodes=nodes), explained=False)
     except InputError as error:
         return Planned(replace(size, refused=str(error)), job, per_node, total)
     per_node = concrete.devices_per_node

@@ -76,7 +76,11 @@ def priced(job: JobSpec, cluster: Cluster, *, is_here: bool = True) -> tuple[Job
         InputError: it can't run, doesn't fit, or can't be predicted.
     """
     job = job.replace(cluster=cluster)
-    plan = resolve_on_this_machine(job) if is_here else plan_job(job, cluster)
+    plan = (
+        resolve_on_this_machine(job, explained=False)
+        if is_here
+        else plan_job(job, cluster, explained=False)
+    )
     if not plan.ranked:
         said = plan.notes[-1] if plan.notes else f'nothing prices model.family "{job.model.family}"'
         raise InputError(f"its step can't be predicted: {said}")

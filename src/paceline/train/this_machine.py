@@ -13,8 +13,12 @@ from paceline.plan.search.choose import plan_job
 from paceline.render.figures import bytes_text
 
 
-def resolve_on_this_machine(job: JobSpec) -> Plan:
+def resolve_on_this_machine(job: JobSpec, *, explained: bool = True) -> Plan:
     """Resolve a JobSpec for this machine, or for the ranks that torchrun or srun gave.
+
+    Args:
+        job: what a person asks for.
+        explained: as of `plan_job`.
 
     Raises:
         InputError: the Job can't run here.
@@ -28,7 +32,7 @@ def resolve_on_this_machine(job: JobSpec) -> Plan:
         machine, ranks = machine.replace(num_nodes=_expected_nodes(job, given_nodes)), None
     elif ranks is not None:
         machine = machine.replace(devices_per_node=ranks.local_world_size, num_nodes=given_nodes)
-    plan = plan_job(job, machine)
+    plan = plan_job(job, machine, explained=explained)
     _must_be_here(plan.job.cluster, machine)
     _must_fit(plan.job, here)
     if ranks is not None and plan.job.layout.num_ranks != ranks.world_size:

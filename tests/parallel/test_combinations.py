@@ -2,12 +2,10 @@
 
 With clipping and gradient accumulation: losses, gradient norms and every parameter, in fp64 to
 1e-10, some in fp32 to 1e-5. First each technique alone, then layouts drawn at random over all axes.
-All cases of one number of ranks share a launch.
+Cases of one number of ranks share launches.
 """
 
-import math
 import os
-from itertools import islice
 
 import pytest
 
@@ -16,6 +14,7 @@ from tests.parallel.training import (
     FP32,
     FP64,
     MODELS,
+    PER_LAUNCH,
     TOLERANCE,
     assert_equal,
     run_cases,
@@ -168,8 +167,8 @@ ALSO_IN_FP32 = (
     "zbv, zero 2", "1f1b, zero 3", "hot experts over replicas",
 )  # fmt: skip
 """Equality in fp64 says that the sums are the same; one case for each kind of code also in fp32."""
-DRAWN = {2: 4, 3: 4, 4: 8, 6: 4, 8: 4}
-"""How many layouts of each number of ranks are drawn."""
+DRAWN_ON = (2, 3, 4, 6, 8)
+"""On each number of ranks a layout is drawn for each kind of model."""
 SEED = int(os.environ.get("PACELINE_LAYOUT_SEED", "2026"))
 """Another one draws other layouts: all that the check accepts must run."""
 
@@ -184,14 +183,11 @@ def _cases():
         layout += () if "micro_batch" in settings else ("layout.micro_batch=4",)
         for precision in (FP64, FP32) if name in ALSO_IN_FP32 else (FP64,):
             cases[name, precision] = num_ranks, kind, layout
-    for num_ranks, number in DRAWN.items():
-        for kind in MODELS:
-            share = math.ceil(number / len(MODELS))
-            layouts = islice(accepted(SEED, num_ranks, MODELS[kind], kind), share)
-            for at, layout in enumerate(layouts):
-                precision = FP32 if at % 3 == 2 else FP64
-                name = " ".join(each.removeprefix("layout.") for each in layout)
-                cases[f"{kind}: {name}", precision] = num_ranks, kind, layout
+    for num_ranks in DRAWN_ON:
+        for kind, settings in MODELS.items():
+            layout = next(accepted(SEED, num_ranks, settings, kind))
+            name = " ".join(each.removeprefix("layout.") for each in layout)
+            cases[f"{kind}: {name}", FP64] = num_ranks, kind, layout
     return cases
 
 
@@ -218,21 +214,22 @@ def _serial_key(case):
 
 @pytest.fixture(scope="module")
 def ran():
-    """What every case gave, made when the first of its number of ranks is asked for."""
+    """What every case gave, made with the others of its launch when the first is asked for."""
     results = {}
     failed = {}
 
     def get(case):
-        num_ranks = CASES[case][0]
-        if num_ranks in failed:
-            pytest.fail(f"the ranks of this launch failed: {failed[num_ranks]}")
+        same = [key for key, (ranks, _, _) in CASES.items() if ranks == CASES[case][0]]
+        at = same.index(case) // PER_LAUNCH * PER_LAUNCH
+        launch = tuple(same[at : at + PER_LAUNCH])
+        if launch in failed:
+            pytest.fail(f"the ranks of this launch failed: {failed[launch]}")
         if case not in results:
-            same = [key for key, (ranks, _, _) in CASES.items() if ranks == num_ranks]
-            settings = [(*key[1], *MODELS[CASES[key][1]], *CASES[key][2]) for key in same]
+            settings = [(*key[1], *MODELS[CASES[key][1]], *CASES[key][2]) for key in launch]
             try:
-                results.update(zip(same, run_cases(num_ranks, settings), strict=True))
+                results.update(zip(launch, run_cases(CASES[case][0], settings), strict=True))
             except AssertionError as error:
-                failed[num_ranks] = error
+                failed[launch] = error
                 raise
         return results[case]
 

@@ -43,7 +43,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = 500,
     device_type: str = "cpu",
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank and return what each returned.

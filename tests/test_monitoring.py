@@ -38,7 +38,7 @@ ABSENT = {
     "paceline_stream_latency_seconds",
     "paceline_stream_backlog_tokens",
 }
-_PATIENCE_S = 200
+_PATIENCE_S = 400.0
 
 
 def free_port() -> int:
@@ -201,5 +201,5 @@ def test_every_metric_of_the_run_has_help_and_a_place_on_the_dashboard_or_in_an_
     ids=["configuration", "rules", "when each alert fires"],
 )
 def test_promtool_agrees(command):
-    done = subprocess.run(["promtool", *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ else:
     peer.sendall(bytes({size}))
 """
 SIZE = 6 << 20
-PATIENCE_S = 120
+PATIENCE_S = 400.0
 """Other tests, and other guests of the machine, may hold the cores for so long."""
 
 
@@ -247,7 +247,7 @@ def test_the_command_runs_a_program_and_says_what_crossed_the_links():
     program = "test $RANK = 0 && echo hello || exit 3"
     command = [sys.executable, "-m", "benchmarks.netlab", "--rate", "1gbit", "--", "sh", "-c"]
     done = subprocess.run(
-        [*command, program], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [*command, program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout == "hello\n"
     assert done.returncode == 3

@@ -27,7 +27,7 @@ from tests.generate.networks import MODELS, built
 from tests.recommender.test_dlrm import SMALL as CLICK_JOB
 
 REPOSITORY = Path(__file__).parents[1]
-PATIENCE_S = 200
+PATIENCE_S = 400.0
 
 
 def free_port() -> int:

@@ -56,7 +56,7 @@ def _measured(rank: int, world_size: int) -> SharingCurve | None:
 
 
 def test_ranks_agree_on_what_they_measured():
-    first, second = run_ranks(_measured, 2, timeout_s=60)
+    first, second = run_ranks(_measured, 2)
     assert first is not None
     assert first == second
     assert first.num_ranks == (1, 2)

@@ -165,7 +165,7 @@ class Nodes:
         made = [(line["pid"], line["step"]) for line in lines]
         assert len(made) == len(set(made)), "a step made twice"
 
-    def until(self, is_so: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    def until(self, is_so: Callable[[], Any], limit_s: float = 400.0) -> Any:
         end = time.monotonic() + limit_s
         while not (found := is_so()):
             if time.monotonic() > end:
@@ -197,7 +197,7 @@ class Nodes:
         generation = self.newest()
         return [node["name"] for node in generation["nodes"][: generation["num_active"]]]
 
-    def codes(self, limit_s: float = 30.0) -> dict[str, int | None]:
+    def codes(self, limit_s: float = 100.0) -> dict[str, int | None]:
         for agent in self.agents.values():
             agent.join(limit_s)
         return {name: agent.exitcode for name, agent in self.agents.items()}

@@ -108,7 +108,7 @@ def _train_all(rank: int, world_size: int, cases: Sequence[Sequence[str]]) -> li
 @pytest.fixture(scope="module")
 def trained() -> dict[str, list[Trained]]:
     """Per case, what each worker has."""
-    per_rank = run_ranks(_train_all, NUM_WORKERS, list(CASES.values()), timeout_s=240)
+    per_rank = run_ranks(_train_all, NUM_WORKERS, list(CASES.values()))
     return dict(zip(CASES, zip(*per_rank, strict=True), strict=True))
 
 
@@ -124,7 +124,7 @@ def sites() -> dict[str, list[list[Trained]]]:
             for name in names
             for case in SITE_CASES.values()
         ]
-        per_rank = run_ranks(_train_all, num_ranks, cases, timeout_s=240)
+        per_rank = run_ranks(_train_all, num_ranks, cases)
         for at, of_case in enumerate(zip(*per_rank, strict=True)):
             found[names[at // len(SITE_CASES)]].append(list(of_case))
     return found
@@ -137,7 +137,7 @@ def linear() -> dict[str, list[list[Trained]]]:
     found = {}
     for name, (num_ranks, cut) in every.items():
         cases = [(*SGD, *PLAIN, *cut), (*SGD, *cut)]
-        per_rank = run_ranks(_train_all, num_ranks, cases, timeout_s=240)
+        per_rank = run_ranks(_train_all, num_ranks, cases)
         found[name] = [list(of_case) for of_case in zip(*per_rank, strict=True)]
     return found
 

@@ -15,7 +15,7 @@ from paceline.generate.ranks import Others, follow, part_of
 from tests.generate.networks import MODELS, built
 from tests.ranks import run_ranks
 
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
 """Four ranks on two cores that others use as well."""
 
 

@@ -171,6 +171,6 @@ def _under_fsdp(rank, world_size):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks of these tests share one CPU")
 def test_sharded_weights_equal_one_process():
-    for alone, sharded in run_ranks(_under_fsdp, 2, timeout_s=120):
+    for alone, sharded in run_ranks(_under_fsdp, 2):
         for mine, right in zip(sharded, alone, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)

@@ -81,7 +81,7 @@ def ssh_bed(folder: Path) -> Iterator[Bed]:
         pytest.skip("no sshd and ssh on this machine (openssh-server, openssh-client)")
     for name in ("host", "person"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=300)
     ports = []
     for _ in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:

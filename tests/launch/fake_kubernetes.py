@@ -275,7 +275,7 @@ class FakeKubernetes:
         kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
         name = ("-subj", "/CN=fake", "-addext", "subjectAltName=IP:127.0.0.1")
         command = ["openssl", "req", "-x509", *kind, *name, "-keyout", str(key), "-out", str(file)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
         return file, key
 
     def lose(self, node: str) -> None:

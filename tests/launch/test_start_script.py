@@ -53,7 +53,7 @@ def test_names_paths_and_values_reach_the_command_as_they_are(tmp_path):
     venv, scratch = tmp_path / f"venv {NASTY[:8]}", tmp_path / f"scratch {NASTY[:8]}"
     site = Site(engine="local", venv=str(venv), scratch=str(scratch), setup=("export A='b c'",))
     process = start(asked, site)
-    assert process.communicate(timeout=60)[0] == "exit 0\n"
+    assert process.communicate(timeout=300)[0] == "exit 0\n"
     assert log(asked) == f"{[NASTY, '', '-n', NASTY, str(directory)]}\n"
     assert not [*tmp_path.rglob("pwned")]
     assert scratch.is_dir()
@@ -65,11 +65,11 @@ def test_the_venv_comes_first_and_a_module_that_is_missing_ends_the_job(tmp_path
     (venv / "bin" / "hello").write_text("#!/bin/bash\necho from the venv $VIRTUAL_ENV\n")
     (venv / "bin" / "hello").chmod(0o755)
     asked = request(tmp_path, "hello")
-    start(asked, Site(engine="local", venv=str(venv))).communicate(timeout=60)
+    start(asked, Site(engine="local", venv=str(venv))).communicate(timeout=300)
     assert log(asked) == f"from the venv {venv}\n"
     other = request(tmp_path, "true", folder=tmp_path / "other")
     process = start(other, Site(engine="local", modules=("no such",)))
-    assert process.communicate(timeout=60)[0] == "exit 2\n"
+    assert process.communicate(timeout=300)[0] == "exit 2\n"
 
 
 def test_a_container_runs_the_command_in_the_folder(tmp_path):
@@ -79,7 +79,7 @@ def test_a_container_runs_the_command_in_the_folder(tmp_path):
     apptainer.chmod(0o755)
     asked = request(tmp_path, "paceline", "train", "a b.toml")
     site = Site(engine="local", container="image $(1).sif")
-    start(asked, site, PATH=f"{apptainer.parent}:{os.environ['PATH']}").communicate(timeout=60)
+    start(asked, site, PATH=f"{apptainer.parent}:{os.environ['PATH']}").communicate(timeout=300)
     assert log(asked).endswith("<image $(1).sif><paceline><train><a b.toml>")
     with pytest.raises(InputError, match="bound into a container"):
         start_script(request(tmp_path / "a:b", "true"), site)
@@ -88,13 +88,13 @@ def test_a_container_runs_the_command_in_the_folder(tmp_path):
 def test_attempts_and_exit_codes_are_recorded(tmp_path):
     asked = request(tmp_path, "bash", "-c", "exit 75")
     process = start(asked)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 75
     (record,) = node_records(asked.folder)
     assert (record.attempt, record.node, record.exit_code) == (2, "n0", 75)
     assert record.ended is not None
     assert record.ended >= record.started
-    start(asked, PACELINE_ATTEMPT="3", PACELINE_NODE="../n 1").communicate(timeout=60)
+    start(asked, PACELINE_ATTEMPT="3", PACELINE_NODE="../n 1").communicate(timeout=300)
     assert [(each.attempt, each.node) for each in node_records(asked.folder)] == [
         (2, "n0"),
         (3, ".._n_1"),
@@ -114,7 +114,7 @@ def test_signals_are_passed_on_and_the_command_may_take_its_time(tmp_path, numbe
     process = start(asked)
     until((tmp_path / "ready").exists, 30)
     process.send_signal(number)
-    assert process.communicate(timeout=60)[0] == f"exit {code}\n"
+    assert process.communicate(timeout=300)[0] == f"exit {code}\n"
     assert process.returncode == code
     assert [each.exit_code for each in node_records(asked.folder)] == [code]
 
@@ -124,9 +124,9 @@ def test_a_command_that_did_not_heed_yet_starts_again(tmp_path, number):
     process = start(request(tmp_path, "bash", "-c", "touch ready; exec sleep 120"))
     until((tmp_path / "ready").exists, 30)
     process.send_signal(number)
-    assert process.communicate(timeout=60)[0] == "exit 75\n"
+    assert process.communicate(timeout=300)[0] == "exit 75\n"
     other = request(tmp_path, "bash", "-c", "kill -s TERM $$", folder=tmp_path / "other")
-    assert start(other).communicate(timeout=60)[0] == "exit 143\n"  # by itself
+    assert start(other).communicate(timeout=300)[0] == "exit 143\n"  # by itself
 
 
 def test_a_signal_before_the_command_began_starts_it_again(tmp_path):
@@ -134,7 +134,7 @@ def test_a_signal_before_the_command_began_starts_it_again(tmp_path):
     process = start(request(tmp_path, "touch", "ran"), site)
     until((tmp_path / "setup").exists, 30)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 75
     assert not (tmp_path / "ran").exists()
 

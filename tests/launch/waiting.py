@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 def until(
     is_so: Callable[[], object],
-    timeout_s: float = 120,
+    timeout_s: float = 500,
     instead: Callable[[], object] = lambda: "it did not happen",
 ) -> None:
     """Until a condition holds, or fail with what is there instead."""

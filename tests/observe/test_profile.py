@@ -202,7 +202,7 @@ def all_settings(rank, world_size, folder):
 def trained(tmp_path_factory):
     """Return the folder of traces and what each rank was told, by setting."""
     folder = tmp_path_factory.mktemp("traces")
-    return folder, run_ranks(all_settings, 2, folder, timeout_s=200)
+    return folder, run_ranks(all_settings, 2, folder)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

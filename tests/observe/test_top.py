@@ -296,7 +296,7 @@ def test_on_a_terminal_it_follows_the_run_until_q(tmp_path):
     shown += _read_until(ours, "11 of 240")
     os.write(ours, b"q")
     shown += _read_until(ours, "\x1b[?1049l")  # the terminal's own screen is back
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=300) == 0
     os.close(ours)
     assert "\x1b[?1049h" in shown
 
@@ -315,7 +315,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path, named):
     _read_until(ours, "10 of 240")
     os.write(ours, b"q")
     _read_until(ours, "\x1b[?1049l")
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=300) == 0
     os.close(ours)
 
 
@@ -326,7 +326,7 @@ def test_waiting_for_a_run_ends_with_an_interrupt(tmp_path):
     os.close(theirs)
     assert "waiting for nowhere to begin" in _read_until(ours, "ends this")
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=300) == 0
     os.close(ours)
 
 

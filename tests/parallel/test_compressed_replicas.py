@@ -79,7 +79,7 @@ def learned():
     cases = [
         (f"comm.dp.compress={kinds.get(name, name)}", "layout.micro_batch=6") for name in names
     ]
-    per_rank = run_ranks(_learn, 2, cases, timeout_s=240)
+    per_rank = run_ranks(_learn, 2, cases)
     return {name: runs for name, *runs in zip(names, *per_rank, strict=True)}
 
 

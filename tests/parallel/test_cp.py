@@ -487,7 +487,7 @@ def _apart(shares, serial):
 
 
 def test_a_decoder_over_ranks_has_the_serial_gradients():
-    for found in run_ranks(_decoder_errors, 4, [(4, 1), (2, 2), (1, 4)], timeout_s=120):
+    for found in run_ranks(_decoder_errors, 4, [(4, 1), (2, 2), (1, 4)]):
         assert len(found) == 13
         for (split, how), error in found.items():
             assert error <= (2e-2 if how == "bf16" else 1e-10), (split, how)

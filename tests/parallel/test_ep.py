@@ -480,12 +480,12 @@ def _exchanges(rank, world_size):
 
 @pytest.fixture(scope="module")
 def on_two():
-    return run_ranks(_run_all, 2, ON_TWO, timeout_s=120)
+    return run_ranks(_run_all, 2, ON_TWO)
 
 
 @pytest.fixture(scope="module")
 def on_four():
-    return run_ranks(_run_all, 4, ON_FOUR, timeout_s=120)
+    return run_ranks(_run_all, 4, ON_FOUR)
 
 
 @pytest.mark.parametrize("name", ON_TWO)

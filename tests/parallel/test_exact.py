@@ -162,7 +162,7 @@ def ran():
         if case not in kept:
             same = [name for name, each in CASES.items() if each[0] == CASES[case][0]]
             settings = [_settings(name) for name in same]
-            of_ranks = run_ranks(_trained_each, CASES[case][0], settings, timeout_s=240)
+            of_ranks = run_ranks(_trained_each, CASES[case][0], settings)
             kept.update(zip(same, zip(*of_ranks, strict=True), strict=True))
         return kept[case]
 

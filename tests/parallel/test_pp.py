@@ -432,11 +432,11 @@ def four_ranks(rank: int, _world_size: int) -> None:
 
 
 def test_two_ranks_equal_the_serial_model():
-    run_ranks(two_ranks, 2, timeout_s=120)
+    run_ranks(two_ranks, 2)
 
 
 def test_four_ranks_equal_the_serial_model():
-    run_ranks(four_ranks, 4, timeout_s=180)
+    run_ranks(four_ranks, 4)
 
 
 class Failing(nn.Module):

@@ -303,10 +303,10 @@ def _difference(a, b):
     return ((a - b).abs() / (1 + b.abs())).max().item()
 
 
-def _differences_on(num_ranks, cases, timeout_s=120):
+def _differences_on(num_ranks, cases):
     """Of each rank, by case. One process's results are made here, once, and sent as bytes."""
     serial = pickle.dumps({name: _wanted(name, case) for name, case in cases.items()})
-    return run_ranks(_run_cases, num_ranks, cases, serial, timeout_s=timeout_s)
+    return run_ranks(_run_cases, num_ranks, cases, serial)
 
 
 def _run_cases(rank, world_size, cases, serial):
@@ -391,7 +391,7 @@ def _elements(call):
 
 @pytest.fixture(scope="module")
 def sent():
-    return run_ranks(_sent, 2, timeout_s=120)[0]
+    return run_ranks(_sent, 2)[0]
 
 
 @pytest.mark.parametrize(("zero", "gathers", "scatters"), [(1, 1, 1), (2, 1, 3), (3, 3, 3)])
@@ -468,7 +468,7 @@ def test_the_vocabulary_is_never_whole_on_a_rank(model):
 def test_traced_blocks_equal_one_process():
     """Without the code generation of torch.compile, which takes minutes here."""
     case = Case(tp=2, sequence_parallel=True, compile=True, model={"num_layers": 1, **QWEN})
-    _assert_small("traced", _differences_on(2, {"traced": case}, timeout_s=200))
+    _assert_small("traced", _differences_on(2, {"traced": case}))
 
 
 def _loss_of_forbidden_ids(rank: int, world_size: int) -> float:

@@ -154,7 +154,7 @@ def _passes(name: str, kind: str) -> tuple[list[tuple[int, Priced]], list[tuple[
 
 @pytest.fixture(scope="module")
 def sent() -> dict[tuple[str, str], Sent]:
-    return run_ranks(_sent, RANKS, timeout_s=120)[0]
+    return run_ranks(_sent, RANKS)[0]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

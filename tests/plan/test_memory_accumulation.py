@@ -43,7 +43,7 @@ def _measured(rank: int, world_size: int) -> list[float]:
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[tuple[str, int], float]:
-    return dict(zip(JOBS, run_ranks(_measured, 2, timeout_s=120)[0], strict=True))
+    return dict(zip(JOBS, run_ranks(_measured, 2)[0], strict=True))
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -58,7 +58,7 @@ def test_stages_of_shards_hold_what_is_predicted() -> None:
         (*deep, "layout.fsdp=2", f"layout.zero={zero}", f"layout.schedule={schedule}")
         for zero, schedule in ((1, "1f1b"), (2, "1f1b"), (3, "1f1b"), (2, "zb_h1"))
     ]
-    measured = run_ranks(_peaks_of_shards, 4, cases, timeout_s=180)
+    measured = run_ranks(_peaks_of_shards, 4, cases)
     for index, case in enumerate(cases):
         # Ranks 0 and 2 are the first of each stage.
         of_stages = [measured[rank][index] for rank in (0, 2)]

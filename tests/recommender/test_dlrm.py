@@ -283,7 +283,7 @@ def test_a_run_survives_the_kill_of_a_server_and_says_what_is_lost(tmp_path):
         killed_at = _num_steps(tmp_path)
         _wait_for(lambda: _num_steps(tmp_path) > killed_at + 20)
         (tmp_path / "runs" / "small" / "stop").touch()
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=300)
     finally:
         run.kill()
         run.communicate()
@@ -336,7 +336,7 @@ def _num_steps(folder):
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def _wait_for(ready, timeout_s=90):
+def _wait_for(ready, timeout_s=300):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := ready():

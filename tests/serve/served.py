@@ -25,7 +25,7 @@ from paceline.serve.serve_command import Serving, _listener
 from paceline.train.data.tokenizer import make_encoder
 from tests.generate.networks import MODELS, built
 
-PATIENCE_S = 60
+PATIENCE_S = 400.0
 SMALL = Settings(block_size=8, max_tokens=64, max_sequences=8)
 END = 256
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.command_line import COMMAND, Started, paceline, write_tiny_job
 
-PATIENCE_S = 120
+PATIENCE_S = 400.0
 
 
 @pytest.fixture(scope="module")

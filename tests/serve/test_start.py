@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import paceline, write_tiny_job
 
-PATIENCE_S = 120
+PATIENCE_S = 400.0
 NOT_NEEDED = (
     "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "datasets", "pandas",

@@ -116,7 +116,7 @@ def run_legs(legs: Sequence[Leg]) -> dict[Path, list[list[dict[str, Any]]]]:
         if num_ranks == 1:
             per_rank = [go_on_many(0, 1, mine)]
         else:
-            per_rank = run_ranks(go_on_many, num_ranks, mine, timeout_s=240)
+            per_rank = run_ranks(go_on_many, num_ranks, mine)
         for leg, of_leg in zip(mine, zip(*per_rank, strict=True), strict=True):
             lines[leg.folder] = list(of_leg)
     return lines

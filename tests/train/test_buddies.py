@@ -14,7 +14,7 @@ from tests.train import memory_cases as cases
 
 @pytest.fixture(scope="module")
 def seen():
-    return run_ranks(cases.copy_and_lose, 3, timeout_s=120)
+    return run_ranks(cases.copy_and_lose, 3)
 
 
 def test_the_last_two_copies_are_kept_on_both_sides(seen):
@@ -46,7 +46,7 @@ def test_the_newest_whole_step_is_found(case, expected, seen):
 
 
 def test_the_interval_counts_all_that_a_copy_takes():
-    chosen = run_ranks(cases.choose_intervals, 2, timeout_s=60)
+    chosen = run_ranks(cases.choose_intervals, 2)
     for what in ("preparing", "the thread"):
         (every, _), (other, _) = (rank[what] for rank in chosen)
         assert every == other

@@ -65,7 +65,7 @@ def test_a_rank_that_fails_in_an_exchange_ends_the_run_with_its_traceback(tmp_pa
     write_tiny_job(tmp_path)
     command = ("train", "job.toml", *_settings("int8"))
     began = time.monotonic()
-    done = python("-m", "tests.train.faulty_exchange", *command, folder=tmp_path, timeout_s=90)
+    done = python("-m", "tests.train.faulty_exchange", *command, folder=tmp_path, timeout_s=300)
     assert done.returncode == 1
     tracebacks = done.stderr.split("Traceback (most recent call last):")
     assert "ValueError: the payload is torn" in tracebacks[1]

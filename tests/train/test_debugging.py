@@ -17,7 +17,7 @@ from tests.command_line import ranks, start_paceline, write_tiny_job
 from tests.ranks import run_ranks
 
 
-def _page(port: int, path: str, patience_s: float = 100) -> str:
+def _page(port: int, path: str, patience_s: float = 400) -> str:
     deadline = time.monotonic() + patience_s
     while True:
         try:

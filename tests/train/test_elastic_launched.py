@@ -17,7 +17,7 @@ from paceline.elastic import agent
 from paceline.observe.run import Run
 from tests.command_line import Started, metrics, write_tiny_job
 
-PATIENCE_S = 150.0
+PATIENCE_S = 400.0
 
 
 class _Torchrun:

@@ -16,7 +16,7 @@ LOCAL = ("comm.local.method=diloco", f"comm.local.every={EVERY}")
 SETTINGS = (*LOCAL, "train.global_batch=12", f"train.steps={STEPS}")
 SHARDS = ("layout.dp=2", "layout.fsdp=2", "layout.zero=3")
 COLUMNS = ("layout.dp=2", "layout.tp=2")
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def _job(folder, *settings):

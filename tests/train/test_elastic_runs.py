@@ -48,7 +48,7 @@ LAYOUTS = {
     "fsdp": {"fsdp": 4, "zero": 3},
     "pp": {"pp": 2, "dp": 2},
 }
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def train(folder, num_nodes, settings, strike=None):

@@ -25,7 +25,7 @@ from paceline.train.stopping import StopRequest, shield_compile_workers
 from tests.command_line import Started, metrics, ranks, write_tiny_job
 
 # The time that a busy machine may take for what should take a moment.
-PATIENCE_S = 20
+PATIENCE_S = 60.0
 
 
 def test_a_run_that_ignores_sigint_by_birth_can_be_interrupted(tmp_path):
@@ -37,7 +37,7 @@ def test_a_run_that_ignores_sigint_by_birth_can_be_interrupted(tmp_path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "checkpoint kept" in output
 
@@ -113,7 +113,7 @@ print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 
 def test_a_notice_is_kept_while_the_process_that_ranks_are_forked_from_starts():
     program = [sys.executable, "-c", _WARM]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split() == ["True"]
 
 
@@ -164,5 +164,5 @@ def test_compile_workers_live_on_when_a_signal_asks_for_a_stop(monkeypatch):
         assert pool.submit(os.getpid).result(timeout=120) == worker
     finally:
         pool.shutdown()
-    assert pool.process.wait(timeout=60) == 0
+    assert pool.process.wait(timeout=300) == 0
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())

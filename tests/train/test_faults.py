@@ -56,7 +56,7 @@ print("after train", run.path)
 
 def _run_script(folder, fault: str, steps: int = 12):
     (folder / "own.py").write_text(SCRIPT.format(fault=fault, steps=steps))
-    return python("own.py", folder=folder, timeout_s=90)
+    return python("own.py", folder=folder, timeout_s=300)
 
 
 def _assert_only_the_persons_traceback(printed: str, ends: str) -> None:
@@ -131,7 +131,7 @@ class Net("""
     is_torn = "(os.environ.get('RANK'), net.calls) == ('1', 5)"
     script = script.replace("model(batch[0])", f"Torn.apply(model(batch[0]), {is_torn})")
     (tmp_path / "own.py").write_text(script)
-    done = python("own.py", folder=tmp_path, timeout_s=60)
+    done = python("own.py", folder=tmp_path, timeout_s=300)
     assert time.time() - float((tmp_path / "died").read_text()) < 20
     assert done.returncode == 1
     _assert_only_the_persons_traceback(done.stderr, "RuntimeError: gloo: torn")
@@ -144,7 +144,7 @@ def test_a_last_evaluation_that_fails_loses_no_trained_step(tmp_path):
         "data=data)", "data=data, eval_data=data)"
     )
     (tmp_path / "own.py").write_text(script.replace("    net.calls += 1", f"    {fails}"))
-    done = python("own.py", folder=tmp_path, timeout_s=90)
+    done = python("own.py", folder=tmp_path, timeout_s=300)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: no eval")
     lines = metrics(tmp_path, "own")
@@ -153,7 +153,7 @@ def test_a_last_evaluation_that_fails_loses_no_trained_step(tmp_path):
     kept = sorted(path.name for path in (tmp_path / "runs/own/checkpoints").glob("step-*"))
     assert kept == ["step-4", "step-5"]
     (tmp_path / "own.py").write_text(script.replace('"steps": 5', '"steps": 7'))
-    again = python("own.py", folder=tmp_path, timeout_s=90)
+    again = python("own.py", folder=tmp_path, timeout_s=300)
     assert again.returncode == 0, again.stderr
     assert "going on after step 5 of 7" in again.stdout
     assert "eval_loss" in metrics(tmp_path, "own")[-1]
@@ -174,7 +174,7 @@ def test_a_rank_that_raises_inside_a_layer_ends_any_layout(layout, tmp_path):
     settings += [EXPERTS] if "ep=2" in layout else []
     command = [*(f"--set={each}" for each in settings), *ranks(2)]
     faulty = ("-m", "tests.train.faulty_rank", "train", "job.toml")
-    done = python(*faulty, *command, folder=tmp_path, timeout_s=90)
+    done = python(*faulty, *command, folder=tmp_path, timeout_s=300)
     assert done.returncode == 1, done.stderr
     lived_s = time.time() - float((tmp_path / "runs/tiny/died").read_text())
     tracebacks = done.stderr.split("Traceback (most recent call last):")
@@ -197,11 +197,11 @@ def test_a_killed_rank_takes_the_run_down_and_it_can_go_on(tmp_path):
     started = psutil.Process(process.pid).children(recursive=True)
     _rank_process(process.pid, logs[1]).send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=300)
     assert time.monotonic() - killed < 10
     assert process.returncode == 1
     assert "SIGKILL" in output
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=60)
     assert not alive, "everything that a run started is gone with it"
     done = max(losses(tmp_path))
     again = paceline(
@@ -260,5 +260,5 @@ time.sleep(30)
 
 def test_a_rank_ends_though_its_launcher_goes_between_two_questions():
     program = [sys.executable, "-c", _LAUNCHER_GOES_BETWEEN]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=25)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (1, "")

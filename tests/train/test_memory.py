@@ -61,7 +61,7 @@ def moved(root):
     for num_ranks in sorted({move[0] for move in MOVES.values()}):
         names = [name for name, move in MOVES.items() if move[0] == num_ranks]
         runs = [before_of(root, name) for name in names]
-        of_ranks = run_ranks(cases.train_before, num_ranks, runs, timeout_s=240)
+        of_ranks = run_ranks(cases.train_before, num_ranks, runs)
         held |= dict(zip(names, map(list, zip(*of_ranks, strict=True)), strict=True))
     found = {}
     for num_ranks in sorted({move[4] for move in MOVES.values()}):
@@ -74,7 +74,7 @@ def moved(root):
         if num_ranks == 1:
             of_ranks = [cases.go_on(0, 1, afters)]
         else:
-            of_ranks = run_ranks(cases.go_on, num_ranks, afters, timeout_s=240)
+            of_ranks = run_ranks(cases.go_on, num_ranks, afters)
         found |= dict(zip(names, zip(*of_ranks, strict=True), strict=True))
     return found
 
@@ -90,7 +90,7 @@ def test_another_layout_goes_on_as_from_the_disk(name, moved):
 def test_a_later_checkpoint_goes_before_an_older_state_in_memory(root):
     settings = (*FP32, *COPY_EACH, *layout("fsdp=2"))
     before = Before(root / "later", settings, 1)
-    held = run_ranks(cases.train_before, 2, [before], timeout_s=240)[0][0]
+    held = run_ranks(cases.train_before, 2, [before])[0][0]
     older = [one for one in pickle.loads(held) if one.step < STEPS]
     assert {(one.step, one.kind) for one in older} == {(1, "own"), (1, "buddy")}
     after = After(before, (*FP32, *layout("fsdp=1")), [pickle.dumps(older)])
@@ -107,5 +107,5 @@ def test_a_later_checkpoint_goes_before_an_older_state_in_memory(root):
 def test_workers_of_several_ranks_go_on_at_a_round_that_all_of_their_ranks_ended(root):
     local = ("comm.local.method=diloco", "comm.local.every=1")
     before = Before(root / "rounds", (*FP32, *local, *layout("dp=2 fsdp=2 zero=3")), 1)
-    of_ranks = run_ranks(cases.lose_in_a_round, 4, before, timeout_s=240)
+    of_ranks = run_ranks(cases.lose_in_a_round, 4, before)
     assert of_ranks == [([1, 2], 1)] * 4

@@ -80,7 +80,7 @@ def test_the_estimates_are_those_of_the_formula_on_one_plain_module(micro_batch)
 )
 def test_ranks_find_what_one_rank_with_the_same_parts_finds(layout):
     alone = _estimates(0, 1, {"micro_batch": layout["micro_batch"]})
-    for got in run_ranks(_estimates, 2, layout, timeout_s=240):
+    for got in run_ranks(_estimates, 2, layout):
         for ours, theirs in zip(got, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9)
 

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 from tests.train import own_elastic_script as script
 from tests.train.api_script import Tied
 
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 EXACT = {"elastic": {"exact": True, "min_nodes": 1, "heartbeat_s": 30.0}}
 
 

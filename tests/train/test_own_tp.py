@@ -137,7 +137,7 @@ def one_rank() -> dict[str, Any]:
 @pytest.mark.parametrize(("num_ranks", "layout", "plan"), CASES, ids=NAMES)
 def test_ranks_that_share_a_module_do_what_one_does(num_ranks, layout, plan, one_rank):
     given = ({**api_cases.FP64, **layout}, NUM_HELD_OUT, network, loss_of, plan)
-    for got in run_ranks(api_cases.train_on_ranks, num_ranks, *given, timeout_s=240):
+    for got in run_ranks(api_cases.train_on_ranks, num_ranks, *given):
         for name in ("losses", "grad_norms", "acc", "eval"):
             assert got[name] == pytest.approx(one_rank[name], rel=1e-9), name
         for ours, theirs in zip(got["weights"], one_rank["weights"], strict=True):
@@ -150,7 +150,7 @@ def test_a_part_that_no_style_sums_up_is_found_in_the_first_step():
     with pytest.raises(
         AssertionError, match=r"heads\.q_norm\.weight is whole on every rank of lay"
     ):
-        run_ranks(api_cases.train_on_ranks, 2, *given, timeout_s=240)
+        run_ranks(api_cases.train_on_ranks, 2, *given)
 
 
 def _llama() -> nn.Module:
@@ -178,7 +178,7 @@ def test_a_model_of_transformers_is_cut_by_its_own_plan():
     check_plan(_llama(), plan, 2)
     wanted = api_cases.by_hand(_llama, _of_llama, NUM_HELD_OUT)
     given = ({**api_cases.FP64, "tp": 2}, NUM_HELD_OUT, _llama, _of_llama, plan)
-    for got in run_ranks(api_cases.train_on_ranks, 2, *given, timeout_s=240):
+    for got in run_ranks(api_cases.train_on_ranks, 2, *given):
         assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-9)
         assert got["grad_norms"] == pytest.approx(wanted["grad_norms"], rel=1e-9)
         for ours, theirs in zip(got["weights"], wanted["weights"], strict=True):

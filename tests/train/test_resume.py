@@ -32,7 +32,7 @@ def _train(folder: Path, *arguments: str) -> dict[int, float]:
     return losses(folder)
 
 
-def _kill_when(process, reached, timeout_s=60.0) -> None:
+def _kill_when(process, reached, timeout_s=300.0) -> None:
     """SIGKILL the launcher alone, once `reached()`; its ranks must end by themselves."""
     deadline = time.monotonic() + timeout_s
     while not reached() and process.poll() is None and time.monotonic() < deadline:
@@ -40,8 +40,8 @@ def _kill_when(process, reached, timeout_s=60.0) -> None:
     assert process.poll() is None, f"it ended too early: {process.communicate()[0]}"
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.communicate(timeout=30)  # its output ends when the last rank has ended
-    _, alive = psutil.wait_procs(children, timeout=10)
+    process.communicate(timeout=300)  # its output ends when the last rank has ended
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "ranks outlived their launcher"
 
 
@@ -129,7 +129,7 @@ def test_a_signal_stops_after_the_step_and_keeps_a_checkpoint(send, number, num_
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     send(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     done = len(losses(tmp_path))
     assert f"stopped after step {done} of 100000" in output
@@ -144,7 +144,7 @@ def test_a_stopped_run_goes_on_from_its_folder_and_a_finished_one_trains_no_furt
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     done = len(losses(tmp_path))
     further = ("train", "runs/tiny", "--set", f"train.steps={done + 2}")
     again = paceline(*further, folder=tmp_path)

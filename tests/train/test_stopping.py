@@ -112,7 +112,7 @@ def test_stopped_at_random_moments_it_is_saved_and_goes_on_bit_identically(seed,
             time.sleep(0.001)
         if process.poll() is None:
             way(process.pid)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
         code = process.returncode
         told.append((way.__name__, code))
         assert code in (0, 75), (told, output)
@@ -140,7 +140,7 @@ def test_a_number_in_the_stop_file_is_a_notice_of_any_run(tmp_path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     (tmp_path / "runs/tiny/stop").write_text("30 the cloud takes the machine\n")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     begun, *events = _events(tmp_path)
     assert begun == begun | {"event": "start", "step": 0, "num_devices": 2}
@@ -195,7 +195,7 @@ def test_a_script_ends_with_75_and_does_not_take_the_model_for_trained(num_ranks
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "what stands after" not in output
 
@@ -210,7 +210,7 @@ def _native_rank(folder, within_s, done):
 def test_a_rank_in_native_code_that_did_no_step_ends_at_once(tmp_path):
     rank = _native_rank(tmp_path, "600", "-")
     rank.send_signal(signal.SIGTERM)
-    output, _ = rank.communicate(timeout=60)
+    output, _ = rank.communicate(timeout=300)
     assert rank.returncode == 75
     assert "nothing was trained since the start" in output
     assert (tmp_path / "stop").read_text() == "600.0 SIGTERM\n"  # for the others
@@ -219,7 +219,7 @@ def test_a_rank_in_native_code_that_did_no_step_ends_at_once(tmp_path):
 def test_a_rank_that_can_not_save_in_time_says_what_is_lost(tmp_path):
     rank = _native_rank(tmp_path, "1", "7")
     rank.send_signal(signal.SIGUSR1)
-    output, _ = rank.communicate(timeout=60)
+    output, _ = rank.communicate(timeout=300)
     assert rank.returncode == 75
     assert "the checkpoint of step 7 is not written: there is no checkpoint" in output
 
@@ -227,7 +227,7 @@ def test_a_rank_that_can_not_save_in_time_says_what_is_lost(tmp_path):
 def test_a_rank_whose_copy_is_not_done_in_time_says_so(tmp_path):
     rank = _native_rank(tmp_path, "1", "7+")
     rank.send_signal(signal.SIGUSR1)
-    output, _ = rank.communicate(timeout=60)
+    output, _ = rank.communicate(timeout=300)
     assert rank.returncode == 75
     assert "stopped after step 7, checkpoint kept on the disk, its copy in the store" in output
 
@@ -264,5 +264,5 @@ def test_sigusr1_is_none_of_a_jobs_that_does_not_ask_for_it(tmp_path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGUSR1)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGUSR1

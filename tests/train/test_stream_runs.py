@@ -46,7 +46,7 @@ def test_two_ranks_wait_together_and_stop_while_they_do(tmp_path):
     run = Run(tmp_path / "runs" / "live")
     _wait_for(lambda: len(metrics(tmp_path, "live")) == 3)
     os.kill(process.pid, signal.SIGTERM)
-    printed, _ = process.communicate(timeout=120)
+    printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0, printed
     assert "stopped after step 3 of 6, checkpoint kept" in printed
     add_lines(tmp_path, 60)
@@ -114,7 +114,7 @@ def test_the_commands_of_the_page_run_as_they_stand(tmp_path):
             process = start_paceline(*arguments, folder=tmp_path)
             _wait_for(lambda: is_written(tmp_path / "streams" / "live"))
             os.kill(process.pid, signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=300)
             assert process.returncode == 0
             continue
         add_lines(tmp_path, 20)

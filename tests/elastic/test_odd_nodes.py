@@ -303,3 +303,53 @@ def test_a_slow_rank_is_reported_and_stays(elastic, names, tmp_path):
         assert {loss["class"] for loss in nodes.events("lost")} == {"slow"}
         assert nodes.events("left_out") == []
         assert len(nodes.generations()) == 1
+
+
+def _be_cut_off(folder: Path, sees_stale_files: bool) -> None:
+    """While a file is there, this agent and the others don't hear each other. Before it leads, the
+    others claim; with stale files it sees that, and takes their leader for gone."""
+    from paceline.elastic import agent
+
+    cut = folder / "cut"
+    dial = agent.dial
+
+    async def dial_while_whole(*given: Any) -> Any:
+        if cut.exists():
+            raise TimeoutError
+        channel = await dial(*given)
+        receive = channel.receive
+
+        async def receive_while_whole() -> Any:
+            message = await receive()
+            return None if cut.exists() else message
+
+        channel.receive = receive_while_whole  # type: ignore[method-assign]
+        return channel
+
+    def look_before_the_others_claim(self: Any) -> int:
+        while agent.newest_number(self._generations) == self._number:
+            time.sleep(0.01)
+        return agent.newest_number(self._generations) if sees_stale_files else self._number
+
+    agent.dial = dial_while_whole
+    agent.Agent._newest_is_over = look_before_the_others_claim  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("sees_stale_files", [False, True])
+def test_of_two_sides_that_lead_one_ends(tmp_path, sees_stale_files):
+    """One who looked before the others claimed had claimed the number after theirs, and both sides
+    trained until the end."""
+    ends = "a" if sees_stale_files else "b"
+    with Nodes(tmp_path, 2, elastic={"wait_s": 1.0}) as nodes:
+        nodes.start("a")
+        nodes.until_step(1, world=1)
+        _start_odd(nodes, "b", _be_cut_off, tmp_path, sees_stale_files)
+        at = nodes.until_step(1, world=2)
+        (tmp_path / "cut").touch()
+        nodes.until(lambda: nodes.newest()["number"] > at and "leads no more" in nodes.said())
+        assert f"{ends} leads no more: generation" in nodes.said()
+        (tmp_path / "cut").unlink()
+        nodes.until_step(at + 1, world=2, more=2)
+        if not sees_stale_files:
+            assert {one["leader"] for one in nodes.generations()} == {"a"}
+            nodes.assert_one_history()

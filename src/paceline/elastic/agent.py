@@ -411,9 +411,16 @@ class Agent:
             if now - self._heard > self._heartbeat_s:
                 channel.close(at_once=True)
             if self._leader is not None and not self._leader.is_waiting:
-                with suppress(OSError):
-                    await aside(os.utime, self._generations / f"{self._leader.number}.json")
+                await aside(self._renew, self._leader)
             await asyncio.sleep(period_s)
+
+    def _renew(self, leader: Leader) -> None:
+        """Show the others that the leader of this generation lives, and see whether one claimed a
+        later one: a disk that shows files late may have told it that nobody renews this one."""
+        with suppress(OSError):
+            os.utime(self._generations / f"{leader.number}.json")
+            newest = newest_number(self._generations)
+            self._loop.call_soon_threadsafe(leader.lose_to, newest)
 
     @property
     def _number(self) -> int:
@@ -441,8 +448,10 @@ class Agent:
             if not leading and (code := await aside(self._code_of_run)) is not None:
                 self._exit_code = code
                 self._text = f"the run went on without {self._name}, and has ended."
-            elif not leading and await self._may_lead(answers, time.monotonic() - began):
-                return self._lead()
+            elif not leading:
+                over = await self._may_lead_after(answers, time.monotonic() - began)
+                if over is not None:
+                    return self._lead(over)
             waited_s = time.monotonic() - began
             if self._stop is not None and self._newest is None:
                 self._text, self._exit_code = "stopped before it began", SAVED
@@ -497,8 +506,8 @@ class Agent:
         finally:
             channel.close()
 
-    async def _may_lead(self, answers: list[_Answer], waited_s: float) -> bool:
-        """Whether it is this agent's turn."""
+    async def _may_lead_after(self, answers: list[_Answer], waited_s: float) -> int | None:
+        """The generation that is over, where it is this agent's turn to make the next."""
         order = [node.name for node in self._newest.nodes] if self._newest else []
         place = {name: at for at, name in enumerate(order)}
 
@@ -507,16 +516,16 @@ class Agent:
 
         mine = turn(self._name, self._number)
         if any(turn(one.node.name, one.generation) < mine for one in answers):
-            return False
+            return None
         gone = {self._lost.node} if self._lost is not None else set()
         if any(one.follows not in (None, self._name, *gone) for one in answers):
-            return False  # others hear a leader that this agent doesn't
+            return None  # others hear a leader that this agent doesn't
         if order:
             there = {one.node.name for one in answers} | {self._name}
             left = set(order) - self._refused
             is_most = 2 * len(there & left) > len(left)
             if not is_most and waited_s < self._heartbeat_s:
-                return False
+                return None
         return await aside(self._newest_is_over)
 
     def _code_of_run(self) -> int | None:
@@ -533,27 +542,28 @@ class Agent:
                     return int(said["exit_code"])
         return None
 
-    def _newest_is_over(self) -> bool:
-        """Whether the newest generation is this agent's, or its leader is gone for good."""
+    def _newest_is_over(self) -> int | None:
+        """The newest generation, where it is this agent's or its leader is gone for good."""
         try:
             newest = newest_number(self._generations)
             if newest <= self._number:
-                return True
+                return self._number
             leads = read_generation(self._generations, newest)
             renewed = (self._generations / f"{newest}.json").stat().st_mtime_ns
             leader = next(node for node in leads.nodes if node.name == leads.leader)
             now = self._in_directory().get(leader.name)
             if now is None or now.incarnation != leader.incarnation:
-                return True
+                return newest
             if self._is_gone_here(leader.name):
-                return True
+                return newest
         except (OSError, InputError, StopIteration):
-            return False
+            return None
         number, last, seen = self._sign
         if (number, last) != (newest, renewed):
             self._sign = newest, renewed, time.monotonic()
-            return False
-        return time.monotonic() - seen > _DEAD_AFTER_HEARTBEATS * self._heartbeat_s
+            return None
+        is_dead = time.monotonic() - seen > _DEAD_AFTER_HEARTBEATS * self._heartbeat_s
+        return newest if is_dead else None
 
     def _is_gone_here(self, name: str) -> bool:
         """Whether an agent of this very host has ended."""
@@ -569,14 +579,15 @@ class Agent:
         except psutil.Error:
             return False
 
-    def _lead(self) -> Channel:
-        number = newest_number(self._generations)
+    def _lead(self, over: int) -> Channel:
+        """Lead, and claim the generation after the one that is over. Others may have claimed that
+        one since it was looked at: only a claim can tell, so nothing newer is looked up here."""
         self._leader = Leader(
             self._me,
             self._job,
             self._generations,
             self._newest,
-            max(number, self._number),
+            over,
             self._choose,
             self._job_on,
             self._events,

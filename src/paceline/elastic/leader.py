@@ -120,6 +120,7 @@ class Leader:
         self._budget = Budget.of(before)
         self._ending: Ending | None = None
         self._has_abdicated = False
+        self._newest_of_others = 0
         self._stop: tuple[float | None] | None = None
         self._is_saving = ""
         self._asks_again = False
@@ -185,6 +186,12 @@ class Leader:
         """Another one leads: `run` ends as soon as this one isn't training."""
         self._has_abdicated = True
         self._inbox.put_nowait((None, None))
+
+    def lose_to(self, newest: int) -> None:
+        """Lead no more where another agent has claimed a later generation than this one's."""
+        if newest > self.number and not self.is_waiting:  # who waits may be claiming that one
+            self._newest_of_others = newest
+            self._inbox.put_nowait((None, None))
 
     # ---- one generation after the other ----
 
@@ -396,6 +403,8 @@ class Leader:
             except TimeoutError:
                 continue
             await self._leads_after_sleep()
+            if self._newest_of_others > self.number:
+                raise _LeadsNoMoreError(_CLAIMED.format(self._newest_of_others))
             self._take(*got)
         return True
 

@@ -1,5 +1,8 @@
 """A command line that can't be used: one sentence on stderr, exit code 2, no box of usage."""
 
+import os
+import re
+import subprocess
 import sys
 
 import pytest
@@ -70,3 +73,23 @@ def test_help_and_a_command_that_fails_end_as_before(monkeypatch, capfd):
     assert "--every" in capfd.readouterr().out
     assert _end_of("top nowhere --once", monkeypatch) == 2
     assert "nowhere is not the directory of a run" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, 3000), ({"GOMP_SPINCOUNT": "7"}, 7), ({"OMP_WAIT_POLICY": "PASSIVE"}, 0)],
+)
+def test_threads_that_wait_soon_sleep(given, spins):
+    """As libgomp itself says it, where it is what torch came with."""
+    program = (
+        "import sys; sys.argv = ['paceline', 'top', '--help']; from paceline.cli import main\n"
+        "main(); import torch"
+    )
+    others = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {name: value for name, value in os.environ.items() if name not in others}
+    env |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    said = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if said is None:
+        pytest.skip("torch came with another OpenMP than GNU's")
+    assert int(said[1]) == spins

@@ -1527,10 +1527,20 @@ def _sentence(error: Exception) -> str:
     return f"{text.replace('Input should be', 'it must be')}: see {path} --help."
 
 
+def _let_threads_sleep() -> None:
+    """Let an operator's threads that wait for each other sleep after a tenth of a millisecond. By
+    default they hold their core for some more, which the last of them may need: where other
+    programs are busy, steps took several times as long (docs/decisions/waiting-threads.md). libgomp
+    reads this when torch is imported; what a person has set stays."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
 def main() -> None:
     """Run the command line and turn exceptions into exit codes."""
     from paceline.config.errors import InputError, RunError, StoppedInTimeError
 
+    _let_threads_sleep()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A script's job in the background inherits that; it can be interrupted all the same.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -117,6 +117,34 @@ def test_opentelemetry_has_gauges_with_the_runs_name(run, monkeypatch):
     provider.shutdown()
 
 
+@pytest.mark.parametrize("fails_at", [0, 1], ids=["never takes any", "goes away"])
+def test_opentelemetry_says_that_the_collector_took_nothing(run, monkeypatch, fails_at):
+    otlp = pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+        reason="the extra paceline[opentelemetry] is not installed",
+    )
+    export = otlp.OTLPMetricExporter.export
+    begun = Event()
+    results = [otlp.MetricExportResult.SUCCESS] * fails_at
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return results.pop() if results else export(*args, **kwargs)
+
+    monkeypatch.setattr(otlp.OTLPMetricExporter, "export", answer)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100" if fails_at else "60000")
+    trackers = Trackers(run, ["opentelemetry"], "tokens")
+    said = trackers.log(line(1))
+    assert not fails_at or begun.wait(60)
+    said += trackers.close(has_failed=False)
+    assert said == [
+        'the tracker "opentelemetry" is switched off (ConnectionError: the collector did not take '
+        "the numbers; the log of rank 0 says why); the run goes on without."
+    ]
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
@@ -181,6 +209,19 @@ def test_a_tracker_that_hangs_stalls_no_step(run, kept, monkeypatch):
         assert [sentence.split('"')[2].split(",")[0] for sentence in said] == [
             " takes longer than the steps",
             " took too long after the last step",
+        ]
+    finally:
+        let_go.set()
+
+
+def test_a_tracker_that_never_answers_is_said_to_have_nothing(run, kept, monkeypatch):
+    let_go = Event()
+    monkeypatch.setattr(kept, "__init__", lambda *_: let_go.wait(60))
+    monkeypatch.setattr(trackers_module, "_PATIENCE_S", 0.1)
+    try:
+        assert track(run, "mlflow", 1) == [
+            'the tracker "mlflow" has not answered since the start, and has none of its steps; '
+            "the run goes on without."
         ]
     finally:
         let_go.set()

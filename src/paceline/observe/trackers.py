@@ -163,11 +163,14 @@ class _OpenTelemetry:
         self.id = run.their_id or run.id
         self._attributes = {"paceline.run": run.name, "paceline.run_id": self.id}
         found = metrics.get_meter_provider()
-        self._own = None if isinstance(found, MeterProvider) else _otlp_provider()
+        self._taken: list[bool | None] = []
+        self._own = None if isinstance(found, MeterProvider) else _otlp_provider(self._taken)
         self._meter = (self._own or found).get_meter(_PROJECT)
         self._gauges: dict[str, Any] = {}
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if False in self._taken and True not in self._taken:
+            raise ConnectionError(_NOT_TAKEN)
         for key, value in {**numbers, "step": step}.items():
             if key not in self._gauges:
                 name = re.sub(r"[^\w./-]", "_", f"{_PROJECT}.{key}", flags=re.ASCII)
@@ -177,14 +180,31 @@ class _OpenTelemetry:
     def close(self, *, has_failed: bool) -> None:
         if self._own is not None:
             self._own.shutdown(timeout_millis=_PATIENCE_S * 500)
+            if self._gauges and self._taken[-1:] != [True]:
+                raise ConnectionError(_NOT_TAKEN)
 
 
-def _otlp_provider() -> Any:
+_NOT_TAKEN = "the collector did not take the numbers; the log of rank 0 says why"
+
+
+def _otlp_provider(taken: list[bool | None]) -> Any:
+    """One that notes of each export whether it was taken (None: it is under way), since the library
+    only logs that."""
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
 
-    return MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
+    class Exporter(OTLPMetricExporter):
+        def export(self, *args: Any, **kwargs: Any) -> MetricExportResult:
+            taken.append(None)
+            result = MetricExportResult.FAILURE
+            try:
+                result = super().export(*args, **kwargs)
+            finally:
+                taken[-1] = result is MetricExportResult.SUCCESS
+            return result
+
+    return MeterProvider([PeriodicExportingMetricReader(Exporter())])
 
 
 TRACKERS: Mapping[TrackerName, tuple[Callable[[TrackedRun], Any], Sequence[str]]] = {
@@ -295,7 +315,7 @@ class _Feed:
         self._name, self._adapter, self._told, self._keep = name, adapter, run, keep
         self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | bool] = queue.Queue()
         self._sentences: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._is_off, self._is_slow = False, False
+        self._is_open, self._is_off, self._is_slow = False, False, False
         self._thread = threading.Thread(target=self._feed, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -314,8 +334,12 @@ class _Feed:
     def join(self, deadline: float) -> None:
         """Wait for its end until a moment of the monotonic clock."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
+        if not self._thread.is_alive():
+            return
+        if self._is_open:
             self._say("took too long after the last step, and lacks some")
+        else:
+            self._say("has not answered since the start, and has none of its steps")
 
     def take_sentences(self) -> list[str]:
         return [self._sentences.get() for _ in range(self._sentences.qsize())]
@@ -327,6 +351,7 @@ class _Feed:
         try:
             tracker = self._adapter(self._told)
             self._keep(self._name, tracker.id)
+            self._is_open = True
             while not isinstance(item := self._waiting.get(), bool):
                 tracker.log(*item)
             tracker.close(has_failed=item)

@@ -187,6 +187,24 @@ def test_a_damaged_object_is_refused_and_the_one_before_it_taken(name, damage, s
         assert "checkpoint step-8 in s3://bucket/prefix/run is refused: " in said[0]
 
 
+@pytest.mark.parametrize("is_gone", [False, True], ids=["bit", "gone"])
+def test_a_checkpoint_made_again_replaces_its_damaged_copy(is_gone, url, tmp_path):
+    """It is equal to the bit to what was copied, so the manifest in the store tells nothing."""
+    store = CheckpointStore(url, "run")
+    save(tmp_path / "here", 4, 8, store=store)
+    place = f"{store._root}/step-8/{FILE}"
+    whole = store._files.cat_file(place)
+    if is_gone:
+        store._files.rm_file(place)
+    else:
+        store._files.pipe_file(place, whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    assert fetched(store, tmp_path / "there")[0] == 4
+    said = save(tmp_path / "there", 8, store=store)
+    assert any("step-8 is copied" in sentence for sentence in said)
+    assert store._files.cat_file(place) == whole
+    assert not any("copied" in each for each in save(tmp_path / "there", 8, store=store))
+
+
 def test_a_store_with_nothing_good_is_a_sentence(tmp_path):
     store = CheckpointStore(f"file://{tmp_path}/store", "run")
     save(tmp_path / "here", 4, store=store)
@@ -297,10 +315,10 @@ def _held_up(store: CheckpointStore) -> tuple[Callable[[], object], Callable[[],
     """Waits until a copy has begun; lets it go on."""
     begun, go, real = Event(), Event(), store.put
 
-    def held(*arguments: Any) -> int:
+    def held(*arguments: Any, **options: Any) -> int:
         begun.set()
         assert go.wait(60)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     store.put = held  # type: ignore[method-assign]
     return lambda: begun.wait(60), go.set

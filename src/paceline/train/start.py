@@ -198,7 +198,7 @@ def begin_run(
     run.note_launch()
     if store is not None and done and not is_left:  # its last start may have ended before it had
         copies = CheckpointCopies(store, run.checkpoint_folder, lambda _steps, _newest: [])
-        copies.offer(done)
+        copies.offer(done, is_new=False)
         copies.finish()
         for sentence in copies.take_sentences():
             say(sentence)

@@ -212,7 +212,8 @@ class Checkpointer:
         if found is not None:
             self._keeping.accept(found.step)
             if self._copies is not None:
-                self._copies.offer(found.step)  # the last start may have ended before it had
+                # The last start may have ended before it had.
+                self._copies.offer(found.step, is_new=False)
         return found
 
     def load(

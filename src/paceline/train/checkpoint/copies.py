@@ -47,15 +47,21 @@ class CheckpointCopies:
         self._changed = threading.Condition()
         self._under_way: int | None = None
         self._waiting: int | None = None
+        self._old: int | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._sentences: list[str] = []
         self._cpu_s = 0.0
 
-    def offer(self, step: int) -> None:
-        """Copy this checkpoint as soon as the one under way is done; returns at once."""
+    def offer(self, step: int, *, is_new: bool = True) -> None:
+        """Copy this checkpoint as soon as the one under way is done; returns at once.
+
+        Args:
+            step: its step.
+            is_new: it was just saved; else an earlier start may have copied it.
+        """
         with self._changed:
-            self._waiting = step
+            self._waiting, self._old = step, self._old if is_new else step
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
                 self._thread.start()
@@ -107,7 +113,10 @@ class CheckpointCopies:
         """Copy a checkpoint and tidy up; returns what a person is told, "": nothing."""
         began_s = time.perf_counter()
         try:
-            sent = self._attempts(lambda: self._store.put(self._path(step), step, self._go_on))
+            is_new = step != self._old
+            sent = self._attempts(
+                lambda: self._store.put(self._path(step), step, self._go_on, is_new=is_new)
+            )
         except _GivenUpError:
             return ""
         except Exception as error:

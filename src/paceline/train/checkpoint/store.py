@@ -44,7 +44,9 @@ _PART_BYTES, _MOST_PARTS = 64 << 20, 9_000
 class CheckpointStore(StoredCheckpoints):
     """The checkpoints of one run below a URL, and the way there and back."""
 
-    def put(self, source: Path, step: int, go_on: Callable[[], None]) -> int:
+    def put(
+        self, source: Path, step: int, go_on: Callable[[], None], *, is_new: bool = False
+    ) -> int:
         """Copy a complete checkpoint, and read it back.
 
         Files that the store's manifest of this step names already, with the same sum, stay.
@@ -53,6 +55,8 @@ class CheckpointStore(StoredCheckpoints):
             source: its directory on the disk.
             step: its step.
             go_on: called often; what it raises ends the copying.
+            is_new: it was just saved. What the store has of this step was refused then, or is of
+                an earlier life; it may be equal but for its damage, so it stays only if whole.
 
         Returns:
             the bytes that were sent.
@@ -63,12 +67,18 @@ class CheckpointStore(StoredCheckpoints):
         raw = manifest_bytes(source)
         manifest, place = decode_manifest(raw, step), self._place(step)
         there = self.manifest(step)
-        if there == raw:
+        if there == raw and not is_new:
             return 0
         known: dict[str, FileEntry] = {}
         with suppress(DamagedError):
             known = decode_manifest(there or b"", step).files
-        new = {name: e for name, e in manifest.files.items() if known.get(name) != e}
+        new = {
+            name: e
+            for name, e in manifest.files.items()
+            if known.get(name) != e or (is_new and not self._is_whole(f"{place}/{name}", e, go_on))
+        }
+        if there == raw and not new:
+            return 0
         if new and there is not None:
             self._files.rm_file(f"{place}/{MANIFEST}")  # its files are about to change
         for name, entry in new.items():
@@ -129,6 +139,13 @@ class CheckpointStore(StoredCheckpoints):
             raise DamagedError(f"{source.name} is gone from the disk") from None
         if digest.hexdigest() != entry.sha256:
             raise DamagedError(f"{source.name} doesn't match its checksum on the disk")
+
+    def _is_whole(self, place: str, entry: FileEntry, go_on: Callable[[], None]) -> bool:
+        """Whether a file in the store is as it was sent."""
+        try:
+            return self._hash(place, entry, go_on) == entry.sha256
+        except FileNotFoundError:
+            return False
 
     def _hash(
         self,

@@ -477,8 +477,13 @@ def export(
         ),
     ] = None,
     group: Annotated[
-        int, typer.Option(help="Neighbouring weights that share a scale in int4.", min=8)
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Neighbouring weights that share a scale in int4; 64 if left out.",
+            min=8,
+            show_default=False,
+        ),
+    ] = None,
     for_: Annotated[
         str | None,
         typer.Option(
@@ -531,8 +536,7 @@ def export(
     )
 
     if for_ is not None:
-        no_group = None if group == 64 else group
-        _refuse_with("--for edge", dtype=dtype, group=no_group, prune=prune)
+        _refuse_with("--for edge", dtype=dtype, group=group, prune=prune)
         _export_for(for_, Run(run), folder, form, weights, budget, step)
         return
     _refuse_with("an export without --for edge", budget=budget)
@@ -551,11 +555,15 @@ def export(
         raise InputError(
             f"--weights {weights} is of --format safetensors and gguf: leave {form} out."
         )
-    if group % 8:
+    if weights != "int4":
+        _refuse_with("an export without --weights int4", group=group)
+    if form == "gguf" and weights is not None:
+        _refuse_with(f"--format gguf with --weights {weights}", dtype=dtype, group=group)
+    if group is not None and group % 8:
         raise InputError(f"--group {group} is no multiple of 8, as eight weights are one number.")
     narrow: tuple[Literal[8, 4], int] | None = None
     if weights is not None:
-        narrow = (8 if weights == "int8" else 4, group)
+        narrow = (8 if weights == "int8" else 4, group or 64)
     kept: Literal["bf16", "fp32"] = "bf16" if dtype == "bf16" else "fp32"
     if prune is not None:
         odd_form = None if form == "safetensors" else form

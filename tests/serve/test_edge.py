@@ -153,6 +153,19 @@ def test_other_budgets_are_refused(text):
         (("--for", "edge", "--format", "dcp"), "--format dcp is not one of edge's"),
         (("--for", "edge", "--dtype", "bf16"), "--dtype has no effect in --for edge"),
         (("--budget", "5 MB"), "--budget has no effect in an export without --for edge"),
+        (("--group", "32"), "--group has no effect in an export without --weights int4"),
+        (
+            ("--weights", "int8", "--group", "64"),
+            "--group has no effect in an export without --weights int4",
+        ),
+        (
+            ("--format", "gguf", "--weights", "int4", "--group", "32"),
+            "--group has no effect in --format gguf with --weights int4",
+        ),
+        (
+            ("--format", "gguf", "--weights", "int8", "--dtype", "bf16"),
+            "--dtype has no effect in --format gguf with --weights int8",
+        ),
     ],
 )
 def test_options_that_can_not_be_are_refused(folder, options, said):

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from paceline.config.errors import InputError
 from paceline.config.job_sections import Observe
-from paceline.observe.metrics import Metrics, to_json, truncate_after
+from paceline.observe.metrics import Metrics, drop_from, to_json, truncate_after
 from paceline.observe.run import Run, json_lines
 from tests.observe import interrupted, synthetic
 
@@ -77,6 +77,27 @@ def test_a_whole_file_is_not_written_again(tmp_path):
     truncate_after(file, 1)
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     truncate_after(tmp_path / "absent.jsonl", 1)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"step": 2}\n{"step": 4}\n{"step": 6}\n', '{"step": 2}\n'),
+        ('{"step": 2}\n{"step": 3, "texts"', '{"step": 2}\n'),
+        ('{"step": 1}\n{"st\n{"step": 3}\n{"step": 9}\n', '{"step": 1}\n{"st\n{"step": 3}\n'),
+        ('{"step": 4}\n{"step": 6}\n{"step": 2}\n', ""),
+        ("[3]\n\n", "[3]\n\n"),
+        ("", ""),
+    ],
+    ids=["later", "cut", "damaged", "all later", "no number", "empty"],
+)
+def test_samples_that_are_made_anew_are_cut_off(tmp_path, before, after):
+    file = tmp_path / "samples.jsonl"
+    file.write_text(before)
+    drop_from(file, "step", 4)
+    assert file.read_text() == after
+    drop_from(tmp_path / "absent.jsonl", "step", 1)
     assert not (tmp_path / "absent.jsonl").exists()
 
 

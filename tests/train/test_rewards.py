@@ -1,6 +1,7 @@
 """Rewards: the loss against trl's on the same completions, and runs whose reward rises."""
 
 import json
+import shutil
 import sys
 import types
 from collections import defaultdict
@@ -299,11 +300,19 @@ def test_two_ranks_are_equal_to_one(tuned, more, axis):
 
 
 def test_it_goes_on_as_if_it_had_never_stopped(tuned):
-    for name, steps in (("once", 4), ("twice", 2), ("twice", 4)):
-        changes = (*SHORT, f"name={name}", f"train.steps={steps}", "checkpoint.every=2")
+    """Also where it was killed after steps that no checkpoint has: their completions are made anew,
+    and those of before are no longer in the file."""
+    for name in ("once", "twice", "twice"):
+        if Run(tuned / "runs" / name).exists:
+            shutil.rmtree(tuned / "runs" / name / "checkpoints" / "step-4")
+        changes = (*SHORT, f"name={name}", "checkpoint.every=2")
         done = paceline("train", "grpo.toml", *settings(*changes), folder=tuned)
         assert done.returncode == 0, done.stderr
+    assert "going on after step 2 of 4" in done.stdout
     assert losses(tuned, "twice") == losses(tuned, "once")
+    once, twice = (Run(tuned / "runs" / name).rollouts_file for name in ("once", "twice"))
+    assert len(once.read_text().splitlines()) == 2
+    assert twice.read_text() == once.read_text()
 
 
 @pytest.mark.parametrize(

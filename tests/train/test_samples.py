@@ -1,6 +1,7 @@
 """Samples of a run: those of its weights, training as without them, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 
@@ -41,6 +42,12 @@ def test_samples_are_those_of_the_weights_and_training_goes_on_as_without(num_ra
     ]
     assert losses[0] == losses[1]
     assert "step 12: " in done.stdout + done.stderr
+    if num_ranks == 1:  # a kill after the last evaluation: what it takes back is made anew
+        shutil.rmtree(run.checkpoint_folder / "step-12")
+        again = _train(tmp_path, "with", *layout, *SAMPLES)
+        assert "going on after step 8 of 12" in again.stdout, again.stderr
+        made = [(line["step"], line["texts"]) for line in run.samples()]
+        assert made == [(line["step"], line["texts"]) for line in lines]
     page = run.report_file.read_text()
     assert "Samples" in page
     assert "the quick" in page

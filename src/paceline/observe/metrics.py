@@ -26,6 +26,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
+from paceline.config import files
 from paceline.config.job_sections import Observe
 from paceline.observe.endpoint import Endpoint
 from paceline.observe.run import Run, parse_line, read_end, read_lines, write_atomic
@@ -170,6 +171,42 @@ def truncate_after(file: Path, step: int) -> list[Line]:
     if changes:
         write_atomic(file, "".join(kept.values()))
     return taken_back
+
+
+def drop_from(file: Path, key: str, first: int) -> None:
+    """Cut off a samples.jsonl or rollouts.jsonl where its lines begin that are made anew, and what
+    a crash cut off; a missing file stays missing.
+
+    Args:
+        file: its lines are in the order of their numbers. A damaged one in between stays, as
+            readers leave it out.
+        key: of a line's number.
+        first: the first number that is made anew.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    if not os.path.lexists(file):
+        return
+    end = 0
+    with files.opened(file, "move it away: the run begins a new one") as source:
+        for raw in source:
+            number = _number(raw, key)
+            if not raw.endswith(b"\n") or (number is not None and number >= first):
+                break
+            end += len(raw)
+    if end < file.stat().st_size:
+        os.truncate(file, end)
+
+
+def _number(raw: bytes, key: str) -> int | None:
+    """What stands under a key of a line; None: no whole number does, or the line is damaged."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    number = line.get(key) if isinstance(line, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def _end_in_order(file: Path, step: int) -> tuple[int, list[Line]] | None:

@@ -32,6 +32,11 @@ class Evaluations:
                 "eval_data, or leave it out."
             )
 
+    def go_back_to(self, done: int) -> None:
+        """Forget samples of steps that are done again, as their lines of metrics.jsonl are."""
+        if self._trainer.ranks.is_first:
+            self._samples.drop_from(done if self._context.best.is_due else done + 1)
+
     def add_if_due(self, line: Line, result: Callable[[], StepResult], done: int) -> None:
         """Evaluate after a step, where that is due, and add the figures to its line.
 

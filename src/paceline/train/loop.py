@@ -31,6 +31,7 @@ def train_loop(trainer: Trainer, context: RunContext) -> int:
         done = checkpoints.begin(kept.held, kept.generation)
         kept.watch.joined(done, checkpoints.recovered)
         metrics_buffer.write_missing(context.last_line)
+        evaluations.go_back_to(done)
         evaluations.make_up(done)
         while True:
             done = _train_on(trainer, context, checkpoints, evaluations, done)
@@ -39,6 +40,7 @@ def train_loop(trainer: Trainer, context: RunContext) -> int:
             if metrics_buffer.rolls_back is None:
                 break
             done = checkpoints.roll_back()
+            evaluations.go_back_to(done)
         checkpoints.finish(done)
     if trainer.task.stream is not None:
         trainer.task.stream.wait.check()

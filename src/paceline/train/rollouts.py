@@ -36,6 +36,7 @@ from paceline.models.adapters import merged
 from paceline.models.decoder import Decoder
 from paceline.models.weights import decoder_room
 from paceline.observe.events import append_line
+from paceline.observe.metrics import drop_from
 from paceline.observe.run import Run
 from paceline.train.data.batches import BatchShape
 from paceline.train.data.cache import PreparedData
@@ -91,6 +92,9 @@ class Rollouts:
         """What to complete from so many samples on: the same prompts for each of the updates."""
         index, prompts = first // self._shape.global_batch, self._data.prompts("train")
         order = prompts.order(self._job.train.seed, self._shape.seq_len)
+        self._made = None
+        if self._run is not None:  # a start that was killed may have been further
+            drop_from(self._run.rollouts_file, "rollout", index // self._settings.updates)
         while True:
             number = index // self._settings.updates
             yield [self._asked(prompts, number, order(number * self._num_asked, self._num_asked))]

@@ -22,6 +22,7 @@ from paceline.config.serving import Serving
 from paceline.generate.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.observe.events import append_line
+from paceline.observe.metrics import drop_from
 from paceline.observe.run import Run
 from paceline.train.data.tokenizer import end_name
 from paceline.train.ema import WeightMean
@@ -69,6 +70,10 @@ class Samples:
 
     def __init__(self, job: Job, run: Run, say: Callable[[str], None]) -> None:
         self._observe, self._run, self._say = job.observe, run, say
+
+    def drop_from(self, step: int) -> None:
+        """Forget those after this step and later ones: the run makes them anew."""
+        drop_from(self._run.samples_file, "step", step)
 
     def make(self, module: nn.Module, ema: WeightMean | None, done: int) -> None:
         """Make them after a step; a line of samples.jsonl.

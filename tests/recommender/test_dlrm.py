@@ -30,6 +30,7 @@ from paceline.train.this_machine import resolve_on_this_machine
 from paceline.train.trainer import Trainer
 from tests.command_line import metrics, paceline, start_paceline
 from tests.ranks import run_ranks
+from tests.train.judged import must_be_told_before
 
 MODEL = Dlrm(family="dlrm", tables=(50, 20, 10), dim=4, num_dense=3, bottom=(8,), top=(16,))
 RECIPE = Path(__file__).parents[2] / "recipes" / "dlrm.toml"
@@ -213,6 +214,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path):
         parts = [line.get(key) for line in metrics(tmp_path, "small")]
         assert parts[4:] == pytest.approx(whole[4:], abs=1e-9)
     assert "AUC" in plain.stdout
+    must_be_told_before(tmp_path, "plain")
     _assert_exported(tmp_path, "plain")
     facts = json.loads((tmp_path / "runs" / "plain" / "facts.json").read_text())
     assert facts["unit"] == "samples"

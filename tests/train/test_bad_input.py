@@ -49,6 +49,10 @@ WRONG = {
         ['model={family="custom"}'],
         ["only in the script", "paceline.train"],
     ),
+    "a best figure that is none": (
+        ["checkpoint.best=eval_los"],
+        ["checkpoint.best = 'eval_los'", "use one of eval_loss, eval_perplexity."],
+    ),
     "an unknown setting": (["optim.lrr=1"], ["optim.lrr", "did you mean lr?"]),
     "weights that are not there": (["train.weights=nowhere"], ["nowhere"]),
     "another machine's device": (["cluster.device=H200"], ["H200", 'cluster.device = "auto"']),

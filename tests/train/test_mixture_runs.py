@@ -10,6 +10,7 @@ import random
 import pytest
 
 from tests.command_line import losses, metrics, paceline, ranks, start_paceline, write_tiny_job
+from tests.train.judged import must_be_told_before
 from tests.train.test_resume import _kill_when
 
 STEPS = 18
@@ -76,6 +77,7 @@ def test_each_set_that_is_evaluated_has_its_loss(tmp_path):
     assert list(found) == ["loss.words", "loss.sums", "loss.dates"]
     assert line["eval_loss"] == pytest.approx(sum(found.values()) / 3)
     assert len(set(found.values())) == 3
+    must_be_told_before(tmp_path, "tiny")
     facts = json.loads((tmp_path / "runs/tiny/facts.json").read_text())
     assert list(facts["data"]["sources"]) == ["words", "sums"]
     told = paceline("evaluate", "runs/tiny", "--step", str(STEPS), "--json", folder=tmp_path)

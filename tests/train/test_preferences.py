@@ -15,6 +15,7 @@ from paceline.train.data import prepare
 from paceline.train.kept_weights import KeptWeights
 from paceline.train.preferences import dpo
 from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job
+from tests.train.judged import must_be_told_before
 from tests.train.test_conversations import answers_of, chat_data
 from tests.train.test_finetune import run_recipe
 
@@ -167,6 +168,7 @@ def test_what_is_chosen_becomes_likelier(tuned, name):
     assert last["margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"])
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     assert lines[-1]["eval_figures"]["accuracy"] > 0.9
+    must_be_told_before(tuned, name)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from paceline.train.trainer import Trainer
 from tests.command_line import metrics, paceline
 from tests.parallel.training import CPU, whole_tensor
 from tests.ranks import run_ranks
+from tests.train.judged import must_be_told_before
 
 JOB = """
 name = "textures"
@@ -232,6 +233,7 @@ def test_the_command_trains_evaluates_and_goes_on(job_file, tmp_path):
     last = metrics(tmp_path, "textures")[-1]
     assert last["samples"] == 24
     assert 0 <= last["eval_accuracy"] <= 1
+    must_be_told_before(tmp_path, "textures")
     again = paceline("train", str(job_file), "--set", "train.steps=4", folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "going on after step 3 of 4" in again.stdout

@@ -23,6 +23,7 @@ from paceline.train.kept_weights import KeptWeights
 from paceline.train.rewards import Completions, _criterion, advantages_of
 from paceline.train.rollouts import load_reward
 from tests.command_line import losses, metrics, paceline, ranks, write_tiny_job
+from tests.train.judged import must_be_told_before
 from tests.train.test_conversations import chat_data
 from tests.train.test_finetune import run_recipe
 from tests.train.test_preferences import settings
@@ -262,6 +263,7 @@ def test_the_reward_rises(tuned):
     rewards = [line["figures"]["reward"] for line in metrics(tuned, "grpo")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
     assert metrics(tuned, "grpo")[-1]["eval_figures"]["reward"] > np.mean(rewards[:3]) + 0.15
+    must_be_told_before(tuned, "grpo")
     lines = Run(tuned / "runs" / "grpo").rollouts_file.read_text().splitlines()
     shown = [json.loads(line) for line in lines]
     assert [each["rollout"] for each in shown] == list(range(25))
@@ -310,6 +312,7 @@ def test_it_goes_on_as_if_it_had_never_stopped(tuned):
         assert done.returncode == 0, done.stderr
     assert "going on after step 2 of 4" in done.stdout
     assert losses(tuned, "twice") == losses(tuned, "once")
+    must_be_told_before(tuned, "once")
     once, twice = (Run(tuned / "runs" / name).rollouts_file for name in ("once", "twice"))
     assert len(once.read_text().splitlines()) == 2
     assert twice.read_text() == once.read_text()

@@ -4,12 +4,30 @@ What is judged (`checkpoint.best`) is the same number on every rank, so all deci
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.errors import InputError
 from paceline.config.job import JobSpec
 from paceline.train.metrics_buffer import Line
+
+
+def must_be_figure(best: str, known: Collection[str]) -> None:
+    """Refuse to judge evaluations by what they don't have.
+
+    Args:
+        best: `checkpoint.best`.
+        known: figures that they have.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if best not in known:
+        raise InputError(
+            f"checkpoint.best = {best!r} is no figure of an evaluation: use one of "
+            f"{', '.join(sorted(known))}."
+        )
 
 
 @dataclass
@@ -36,11 +54,7 @@ class BestEvaluation:
             return
         figures = {**evaluation, **evaluation.get("eval_figures", {})}
         known = [key for key, value in figures.items() if isinstance(value, float)]
-        if name not in known:
-            raise InputError(
-                f"checkpoint.best = {name!r} is no figure of an evaluation: use one of "
-                f"{', '.join(sorted(set(known) - {'eval_s'}))}."
-            )
+        must_be_figure(name, set(known) - {"eval_s"})
         value = figures[name]
         if self.value is None or self._is_better(value, self.value):
             self.value, self.step, self.num_worse = value, done, 0

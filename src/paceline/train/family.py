@@ -5,7 +5,7 @@ whose weights leave under their own names.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -70,6 +70,10 @@ class TrainFamily(ABC, Generic[M]):
 
     def num_samples(self, model: M, job: JobSpec, progress: Progress | None) -> int | None:
         """Samples of an epoch; None: see `endless`."""
+        return None
+
+    def eval_figures(self, model: M, job: Job) -> Sequence[str] | None:
+        """What evaluations may be judged by (`checkpoint.best`); None: only they can tell."""
         return None
 
     def keep_inputs(self, run: Run, job: Job) -> None:

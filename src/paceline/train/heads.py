@@ -61,6 +61,10 @@ class HeadsOfDecoders(TrainFamily[Heads]):
         """Those of the train split."""
         return _TEXT.num_samples(model.trunk, job, progress)
 
+    def eval_figures(self, model: Heads, job: Job) -> list[str]:
+        """Those of the decoder's text."""
+        return _TEXT.eval_figures(model.trunk, job)
+
     def keep_inputs(self, run: Run, job: Job) -> None:
         """What is said of the tokens."""
         _TEXT.keep_inputs(run, job)

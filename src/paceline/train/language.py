@@ -63,7 +63,7 @@ from paceline.train.finetune import (
 from paceline.train.kept_tokenizer import GENERATION, about_tokens, keep_tokenizer
 from paceline.train.preferences import FIGURES, preference_loss, with_reference
 from paceline.train.reference import Reference
-from paceline.train.rewards import Completions, reward_loss
+from paceline.train.rewards import Completions, figures_of_rewards, reward_loss
 from paceline.train.rollouts import Rollouts
 from paceline.train.samples import check_samples
 from paceline.train.starting_weights import check_network, check_tokens
@@ -169,6 +169,18 @@ class LanguageModels(TrainFamily[Model]):
         if job.finetune.objective == "grpo":
             each = grpo.group * grpo.updates
         return data.num_samples(job.train.seq_len) * each
+
+    def eval_figures(self, model: Model, job: Job) -> list[str]:
+        """Those of the loss, and the losses of what is held out by name."""
+        objective, figures = job.finetune.objective, ["eval_loss"]
+        if objective in ("likelihood", "distill"):
+            figures.append("eval_perplexity")
+        sets = [each.name for each in (*job.data.sources, *job.data.eval_sets)]
+        if len(sets) > 1:
+            return [*figures, *(f"loss.{name}" for name in sets)]
+        if objective == "grpo":
+            figures += figures_of_rewards(job.finetune.grpo)
+        return [*figures, *FIGURES] if objective == "dpo" else figures
 
     def keep_inputs(self, run: Run, job: Job) -> None:
         """What an export says of the tokens."""

@@ -78,6 +78,10 @@ class Recommenders(TrainFamily[Dlrm]):
             eval_figures=partial(seen.figures, ranks),
         )
 
+    def eval_figures(self, model: Dlrm, job: Job) -> list[str]:
+        """See `ClickScores`."""
+        return ["eval_loss", "eval_auc", "eval_best_auc"]
+
     def export(self, model: Dlrm, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
         """Dense layers and tables under the names of DLRM's own code, shapes in config.json."""
         kept = whole_tables(trained.run.path / "tables", trained.step, Numbering(model.tables))

@@ -52,6 +52,11 @@ def reward_loss(job: Job, _ranks: Ranks) -> StagedLoss:
     )
 
 
+def figures_of_rewards(settings: Grpo) -> list[str]:
+    """Of the loss, by name."""
+    return ["reward", "completion_tokens", "clipped", *(["divergence"] if settings.beta else [])]
+
+
 def advantages_of(rewards: Tensor) -> Tensor:
     """How much better than others of its group each completion is.
 

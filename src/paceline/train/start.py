@@ -28,7 +28,7 @@ from paceline.plan.answer.answer import prediction_json, runtime_json
 from paceline.plan.families import family_of as plan_family_of
 from paceline.plan.resolve import Plan
 from paceline.plan.search.choose import unsearchable, with_prediction
-from paceline.train.best_evaluation import BestEvaluation
+from paceline.train.best_evaluation import BestEvaluation, must_be_figure
 from paceline.train.checkpoint.copies import CheckpointCopies
 from paceline.train.checkpoint.files import newest_facts
 from paceline.train.checkpoint.store import CheckpointStore, fetch_newer
@@ -71,12 +71,17 @@ def read_inputs(
 
     Raises:
         InputError: text, tokenizer or starting weights don't fit the Job, one's own table of
-            launches is none, a tracker is not installed, or there is nothing that could be audited.
+            launches is none, a tracker is not installed, there is nothing that could be audited, or
+            evaluations are to be judged by a figure that they won't have.
     """
     must_be_auditable(job)
     require_installed(job.observe.trackers)
     launch.table()  # refuses one's own that is none, before anything is written
-    return family_of(job.model).read_inputs(job.model, job, progress, say)
+    family, best = family_of(job.model), job.checkpoint.best
+    figures = family.eval_figures(job.model, job)
+    if best is not None and figures is not None:
+        must_be_figure(best, figures)
+    return family.read_inputs(job.model, job, progress, say)
 
 
 def must_be_auditable(job: Job) -> None:

@@ -118,6 +118,10 @@ class ImageModels(TrainFamily[ResNet]):
             eval_figures=partial(seen.figures, ranks),
         )
 
+    def eval_figures(self, model: ResNet, job: Job) -> list[str]:
+        """See `ImageScores`."""
+        return ["eval_loss", "eval_accuracy"]
+
     def export(self, model: ResNet, trained: Trained, folder: Path, dtype: torch.dtype) -> None:
         """Weights under torchvision's names, and the shapes in config.json."""
         weights = torchvision_state(model, trained.weights)

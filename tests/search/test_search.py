@@ -1,6 +1,8 @@
 """`paceline search` with real trials: what runs, what never does, and how it goes on."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -109,6 +111,24 @@ def test_a_search_that_is_killed_has_the_trials_of_one_that_is_not(tmp_path):
     done = paceline("search", "space.toml", "--set", "train.seed=5", folder=whole)
     assert done.returncode == 2
     assert "has a search with job.train.seed = 0, which is 5 now" in done.stderr
+
+
+def test_a_search_that_is_told_to_end_has_its_page_and_goes_on(tmp_path):
+    """SIGTERM reaches it alone, and not the process that trains its trials."""
+    whole, told_to_end = tmp_path / "whole", tmp_path / "told"
+    for folder in (whole, told_to_end):
+        folder.mkdir()
+        write_space(folder)
+    begun = start_paceline("search", "space.toml", folder=told_to_end)
+    first = told_to_end / "searches" / "space" / "trials" / "0001" / "metrics.jsonl"
+    while not first.exists() and begun.poll() is None:
+        time.sleep(0.02)
+    os.kill(begun.pid, signal.SIGTERM)
+    said = begun.communicate()[0]
+    assert begun.returncode == 0, said
+    assert "stopped; what was found is in searches/space, run it again to go on" in said
+    assert (told_to_end / "searches" / "space" / "search.html").exists()
+    assert told(search(told_to_end)) == told(search(whole))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from paceline.search.study import SearchStudy
 from paceline.search.trial_launch import OnSite
 from paceline.search.trial_run import TrialProcess
 from paceline.train.start import read_inputs, with_measured_speed
+from paceline.train.stopping import term_as_interrupt
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -66,7 +67,7 @@ def search_command(
     folder = out or Path("searches") / file.stem
     on = None if site is None else _on_site(site, file, folder)
     is_here = on is None or on.is_here
-    with owned(folder), TrialProcess() as process:
+    with term_as_interrupt(), owned(folder), TrialProcess() as process:
         wanted = {"search": to_raw(search), "job": to_raw(job), "on": {"site": site or "here"}}
         for name in _FREE:
             wanted["search"].pop(name, None)

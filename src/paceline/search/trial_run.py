@@ -36,6 +36,7 @@ from paceline.train.stopping import ask_by_file, exit_with_parent
 from paceline.train.task import LoopOptions, Task
 
 _STOPPED = 130
+_LOOK_S = 0.5
 # Then the process is begun anew: libraries keep memory of what they have seen.
 _MOST_RUNGS = 100
 
@@ -119,7 +120,7 @@ class TrialProcess:
         self._num_rungs += 1
         try:
             self._words.send_bytes(asked.model_dump_json().encode())
-            return _Ended.model_validate_json(self._heard())
+            return _Ended.model_validate_json(self._heard(Run(Path(asked.path))))
         except (EOFError, OSError):
             process.join()
             code = process.exitcode
@@ -136,12 +137,15 @@ class TrialProcess:
         self._num_rungs = 0
         return self._process
 
-    def _heard(self) -> bytes:
-        """Ctrl-C reaches the process as well, whose run stops with a checkpoint: wait for that."""
+    def _heard(self, run: Run) -> bytes:
+        """Ctrl-C on a terminal reaches the process as well, whose run stops with a checkpoint; a
+        signal to this process alone doesn't, so its run is asked to. Wait for that."""
         try:
             return self._words.recv_bytes()
         except KeyboardInterrupt:
             with suppress(EOFError, OSError):
+                while not self._words.poll(_LOOK_S):
+                    ask_by_file(run, "the search is stopped", None)
                 self._words.recv_bytes()
             raise
 

@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,16 @@ class StopRequest:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_SAVED)
+
+
+@contextmanager
+def term_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, also in what ends by showing what it has found so far."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def ask_by_file(run: Run, source: str, within_s: float | None) -> None:

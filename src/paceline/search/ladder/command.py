@@ -36,6 +36,7 @@ from paceline.search.ladder.runs import Climb, Climbed, RungRun, Slowness, Stopp
 from paceline.search.trial_run import TrialProcess
 from paceline.train.families import family_of
 from paceline.train.start import read_inputs
+from paceline.train.stopping import term_as_interrupt
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -78,7 +79,7 @@ def ladder_command(job: JobSpec, asked: LadderOptions, folder: Path) -> dict[str
         raise InputError(f"--share {asked.share:g} is no part of a budget: give 0.01 to 0.9.")
     network_of(job)
     whole, small = Budget(usd, days), _here(job, asked)
-    with owned(folder):
+    with term_as_interrupt(), owned(folder):
         kept = {"job": to_raw(job), "share": asked.share, "largest": asked.largest or 0}
         must_be_same(folder, "ladder", {"ladder": kept})
         here = kept_cluster(folder, small)

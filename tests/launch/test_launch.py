@@ -274,6 +274,13 @@ def test_two_that_launch_one_run_at_once(here):
     until(lambda: newest_launch(first.run).observe().state == "finished")
 
 
+@pytest.mark.parametrize("more", [(), ("--release-idle", "1 minute"), ("--sweep", "x")])
+def test_a_folder_that_is_not_there_is_refused(here, more):
+    with pytest.raises(InputError, match=r"nowhere (is not there: give|has no sweep)"):
+        run("jobs", "--runs", "nowhere", *more)
+    assert "nothing was launched in runs" in run("jobs")  # there will be, with the first
+
+
 def test_a_damaged_record_is_a_sentence(here):
     folder = here / "runs" / "x" / "launch" / "1"
     folder.mkdir(parents=True)

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from paceline.config.errors import InputError
+from paceline.config.outputs import shown_path
 from paceline.config.site import site_named
 from paceline.launch.check_site import check_site
 from paceline.launch.choose import table
@@ -54,6 +55,7 @@ _CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
 _LOOK_S, _LONGEST_WAIT_S = 0.5, 5.0
 _CHUNK = 1 << 16
 _MOST_LAST_BYTES = 2000
+_RUNS = Path("runs")
 
 REASONS: Mapping[Reason, str] = {
     "resources": "not enough machines are free",
@@ -181,7 +183,12 @@ def _alone(prepared: Prepared) -> Iterator[None]:
 
 
 def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
-    """The newest launch of each run, or all of them, the newest last."""
+    """The newest launch of each run, or all of them, the newest last.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    _must_be_there(runs)
     of_each, damaged = launches_of_each(runs)
     found = [launch for launches in of_each for launch in launches[0 if is_all else -1 :]]
     found.sort(key=lambda launch: launch.record.time)
@@ -199,7 +206,12 @@ def jobs_command(runs: Path, *, is_all: bool, as_json: bool) -> None:
 
 
 def release_idle_command(runs: Path, least_s: float) -> None:
-    """Give back what the newest launches hold for nothing, for so long at least; say what."""
+    """Give back what the newest launches hold for nothing, for so long at least; say what.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    _must_be_there(runs)
     of_each, damaged = launches_of_each(runs)
     told: list[str | None] = [*damaged]
     engines = Engines()
@@ -213,6 +225,12 @@ def release_idle_command(runs: Path, least_s: float) -> None:
         _CONSOLE.print(sentence)
     if not any(told):
         _CONSOLE.print(f"nothing was held for nothing for {duration_text(least_s)}")
+
+
+def _must_be_there(runs: Path) -> None:
+    """Refuse a folder that was named and isn't there; the usual one comes with the first run."""
+    if runs != _RUNS and not runs.is_dir():
+        raise InputError(f"--runs {shown_path(runs)} is not there: give the folder that has runs.")
 
 
 def look(launch: Launch, engines: Engines) -> tuple[Observation, tuple[Attempt, ...]]:

@@ -9,6 +9,7 @@ import torch
 from paceline.config.errors import InputError
 from paceline.config.sampling import Sampling
 from paceline.config.serving import Serving, read_endpoint_settings, read_settings
+from paceline.observe.run import Run
 from paceline.serve.chat_command import chat_command
 from paceline.serve.network import open_network
 from tests.command_line import paceline, ranks, write_tiny_job
@@ -66,6 +67,14 @@ def test_texts_are_shown_after_their_prompts_and_a_seed_repeats_them(trained):
     assert all(prompt in first.stdout for prompt in PROMPTS)
     assert "tiny, step 24" in first.stderr
     assert f"{12 * len(PROMPTS)} tokens in" in first.stderr
+    assert "end early" not in first.stderr
+
+
+def test_a_text_that_the_network_can_not_go_on_with_says_so(trained):
+    done = paceline("generate", "runs/tiny", PROMPTS[0], "--tokens", "9999", folder=trained)
+    assert done.returncode == 0, done.stderr
+    longest = Run(trained / "runs" / "tiny").job().model.max_seq_len
+    assert f"1 of 1 texts end early, at {longest} tokens with their prompts" in done.stderr
 
 
 def test_a_text_keeps_to_its_grammar(trained):

@@ -290,7 +290,8 @@ def test_errors_without_end_are_said_and_the_next_checkpoint_is_tried(tmp_path):
     first, second = copied(store, tmp_path / "here", 4, 8)
     assert first == (
         f"checkpoint step-4 was not copied to file://{tmp_path}/store/run (ConnectionError: the "
-        "store says 503); the run goes on, and copies the next one."
+        "store says 503); the run goes on, and copies the next one, or this one when it is started "
+        "again."
     )
     assert "step-8 is copied" in second
 

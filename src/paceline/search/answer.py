@@ -133,7 +133,8 @@ def figure_text(trial: Trial, name: ObjectiveName) -> str:
 def _sentence(search: Search, halving: Halving, finished: list[Trial], chosen: Trial | None) -> str:
     if not finished:
         return (
-            "no trial was trained to the end: give search.within more time, or a Job fewer steps."
+            "no trial was trained to the end: where the search was stopped run it again, else give "
+            "search.within more time, or a Job fewer steps."
         )
     if chosen is None:
         least = min(one.loss(len(halving.steps) - 1) or 0.0 for one in finished)

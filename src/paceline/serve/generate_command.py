@@ -53,6 +53,11 @@ def generate_command(
     seconds = time.perf_counter() - begun
     if as_json:
         made.print_json()
+    if made.num_cut:
+        _NOTES.print(
+            f"{made.num_cut} of {len(texts)} texts end early, at {engine.longest} tokens with their "
+            "prompts: the network, or the memory for its keys, takes no more"
+        )
     count = made.num_tokens
     _NOTES.print(
         f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s, the first after "
@@ -89,6 +94,14 @@ class _Texts:
     def num_tokens(self) -> int:
         """Made so far, of all texts."""
         return sum(sequence.num_made for sequence in self._sequences)
+
+    @property
+    def num_cut(self) -> int:
+        """Texts that ended before they were as long as was asked."""
+        return sum(
+            each.end == "length" and each.num_made < each.sampling.max_tokens
+            for each in self._sequences
+        )
 
     def show(self) -> None:
         """Print what is new of the text that is being shown, and go on to those that follow."""

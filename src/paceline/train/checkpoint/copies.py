@@ -125,7 +125,7 @@ class CheckpointCopies:
             why = str(error) if isinstance(error, DamagedError) else trouble_text(error)
             return (
                 f"checkpoint step-{step} was not copied to {self._store.url} ({why}); the run goes "
-                "on, and copies the next one."
+                "on, and copies the next one, or this one when it is started again."
             )
         if not sent:
             return ""

@@ -19,6 +19,7 @@ from tests.command_line import (
     metrics,
     paceline,
     ranks,
+    settings,
     start_paceline,
     write_tiny_job,
 )
@@ -82,6 +83,28 @@ def test_killed_while_a_checkpoint_is_written_it_goes_on_bit_identically(tmp_pat
             lambda step=step: any(checkpoints.glob("*.tmp")) and len(metrics(tmp_path)) >= step,
         )
     assert _train(tmp_path, *settings) == expected
+
+
+@pytest.mark.parametrize(("num_ranks", "more"), [(1, ()), (2, ("checkpoint.best=eval_loss",))])
+def test_killed_in_the_last_evaluation_it_makes_it_again(tmp_path, num_ranks, more):
+    """The last checkpoint is there by then: the run had ended without its last line."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes = ("train.steps=4", "train.eval_batches=300", "observe.profile_every=0", *more)
+    options = (*settings(*changes), *ranks(num_ranks))
+    for folder in (whole, killed):
+        folder.mkdir()
+        write_tiny_job(folder)
+    _train(whole, *options)
+    last = killed / "runs" / "tiny" / "checkpoints" / "step-4"
+    process = start_paceline("train", "job.toml", *options, folder=killed)
+    _kill_when(process, (last / "manifest.json").exists)
+    assert len(metrics(killed)) == 3
+    _train(killed, *options)
+    for key in ("step", "loss", "eval_loss", "eval_perplexity"):
+        found, wanted = ([line.get(key) for line in metrics(at)] for at in (killed, whole))
+        assert found == wanted
+    again = paceline("train", "job.toml", *options, folder=killed)
+    assert "complete after 4 steps" in again.stdout + again.stderr
 
 
 def test_three_ranks_go_on_bit_identically(tmp_path):

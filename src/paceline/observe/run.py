@@ -228,6 +228,10 @@ class Run:
                     return line
         return None
 
+    def has_evaluation(self, number: int) -> bool:
+        """Whether the line of a step has the figures of an evaluation."""
+        return "eval_loss" in (self.step(number) or {})
+
     def _read(self, name: str, kind: TypeAdapter[Any]) -> dict[str, Any]:
         file = self.path / name
         if not os.path.lexists(file):

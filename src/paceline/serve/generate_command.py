@@ -55,8 +55,8 @@ def generate_command(
         made.print_json()
     if made.num_cut:
         _NOTES.print(
-            f"{made.num_cut} of {len(texts)} texts end early, at {engine.longest} tokens with their "
-            "prompts: the network, or the memory for its keys, takes no more"
+            f"{made.num_cut} of {len(texts)} texts end early, at {engine.longest} tokens with "
+            "their prompts: the network, or the memory for its keys, takes no more"
         )
     count = made.num_tokens
     _NOTES.print(

@@ -4,7 +4,7 @@ What is judged (`checkpoint.best`) is the same number on every rank, so all deci
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class BestEvaluation:
     num_worse: int = 0
     """Evaluations since."""
     is_due: bool = False
-    """The one after the newest step was cut short by a stop, and is still to be made."""
+    """The one after the newest step is still to be made: a stop or a kill came before its end."""
 
     def see(self, evaluation: Line, done: int) -> None:
         """Judge the evaluation after `done` steps.
@@ -75,14 +75,26 @@ class BestEvaluation:
         """Whether a run that has done so many steps has nothing left to do."""
         return self.is_over or (done >= self.job.train.steps and not self.is_due)
 
+    def found(self) -> dict[str, Any]:
+        """What was judged, and what came of it."""
+        numbers = {"value": self.value, "step": self.step, "num_worse": self.num_worse}
+        return {**numbers, "judged": self._judged}
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        numbers = {"value": self.value, "step": self.step, "num_worse": self.num_worse}
-        return {**numbers, "judged": self._judged, "is_due": self.is_due}
+        return {**self.found(), "is_due": self.is_due}
 
-    def load(self, facts: dict[str, Any]) -> None:
-        """Go on with what a checkpoint kept, unless something else is judged now."""
+    def load(self, facts: dict[str, Any], was_made: Callable[[], bool] = lambda: False) -> None:
+        """Go on with what a checkpoint kept, unless something else is judged now.
+
+        Args:
+            facts: see `facts`.
+            was_made: whether the evaluation after its step is in metrics.jsonl. The last checkpoint
+                is saved before that, and once more only where evaluations are judged.
+        """
         self.is_due = facts.get("is_due", False)
+        if self.is_due and self.job.checkpoint.best is None:
+            self.is_due = not was_made()
         if facts.get("judged") == self._judged:
             self.value, self.step = facts["value"], facts["step"]
             self.num_worse = facts["num_worse"]

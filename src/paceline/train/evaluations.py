@@ -37,26 +37,29 @@ class Evaluations:
         if self._trainer.ranks.is_first:
             self._samples.drop_from(done if self._context.best.is_due else done + 1)
 
-    def add_if_due(self, line: Line, result: Callable[[], StepResult], done: int) -> None:
-        """Evaluate after a step, where that is due, and add the figures to its line.
+    def add(self, line: Line, result: Callable[[], StepResult], done: int) -> None:
+        """Take a step's line and the reader of its result; evaluate, where that is due, and add the
+        figures to the line.
 
         A stop cuts it short: then it is made when the run goes on (`make_up`). If it fails, line
-        and training state are kept. The ranks of a run can't agree on a
-        checkpoint then, so the last one begins before the last evaluation: a thread writes it.
+        and training state are kept. The ranks of a run can't agree on a checkpoint then, so the
+        last one begins before the last evaluation: a thread writes it. It has the step's line, and
+        says that the evaluation is due: a run that is killed meanwhile makes it.
 
         Raises:
             InputError: it doesn't have the figure that it is judged by.
         """
-        trainer, eval_steps = self._trainer, self._trainer.task.eval_steps
+        buffer, eval_steps = self._context.metrics_buffer, self._trainer.task.eval_steps
+        buffer.add(line, result)
         if eval_steps is None or not self._is_due(done):
             return
-        is_last = done == trainer.job.train.steps
-        if is_last:
+        if done == self._trainer.job.train.steps:
+            self._context.best.is_due, buffer.incomplete = True, done
             self._checkpoints.save(done)
+            buffer.incomplete = None
         try:
             self._see(line, eval_steps, done)
         except Exception:
-            self._context.metrics_buffer.add(line, result)
             self._checkpoints.keep_after_failure(done)
             raise
 

@@ -75,8 +75,7 @@ def _train_on(
             watch.at(done)
             context.stop.stepped(done)
             line = lines.line(done)
-            evaluations.add_if_due(line, result, done)
-            metrics_buffer.add(line, result)
+            evaluations.add(line, result, done)
             if trainer.agreement.meet(done):
                 metrics_buffer.catch_up()
                 checkpoints.keep_round(done)

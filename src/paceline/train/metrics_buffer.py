@@ -49,6 +49,8 @@ class MetricsBuffer:
     num_skipped: int = 0
     num_bad_in_a_row: int = 0
     stop_wanted: bool = False
+    incomplete: int | None = None
+    """A step whose line is read and not written: its evaluation is still to be made."""
     recent: list[Line] = field(default_factory=list)
     """The last lines written: where rank 0 is lost before it writes one, another rank does."""
     _unread: deque[tuple[Line, Callable[[], StepResult]]] = field(default_factory=deque)
@@ -72,13 +74,14 @@ class MetricsBuffer:
         A line that is read after its window was accounted for gets its terms when it is written.
         """
         self._terms |= terms_of_step or {}
-        for line in self._held:
+        complete = [line for line in self._held if line["step"] != self.incomplete]
+        for line in complete:
             terms = self._terms.pop(line["step"], None)
             if terms is not None:
                 line |= {"terms": terms, "profiled": True, "step_time_s": sum(terms.values())}
             self.recent.append(line)
             self.write(line)
-        self._held.clear()
+        del self._held[: len(complete)]
         del self.recent[: -self.num_recent]
 
     def newest(self) -> list[Line]:

@@ -153,7 +153,7 @@ class RunCheckpoints:
         assert spike is not None
         context.metrics_buffer.forget()
         done = self._restore()
-        self._saved = done, context.best.facts()
+        self._saved = done, context.best.found()
         self._copy_from(done, (), (*self._history, (context.kept.generation, done)))
         context.left_out.add(spike, done, train.global_batch, train.max_bad_steps)
         if trainer.ranks.is_first:
@@ -185,10 +185,9 @@ class RunCheckpoints:
             return 0.0  # not of a state that is to be undone
         if trainer.task.tables is not None:
             trainer.task.tables.save(done)  # first: a checkpoint is complete only with its tables
-        self._saved = done, context.best.facts()
-        return self._checkpointer.save(
-            done, self._state(), self._facts(done), best=context.best.step or None
-        )
+        self._saved = done, context.best.found()
+        facts = self._facts_with_lines(done) if context.best.is_due else self._facts(done)
+        return self._checkpointer.save(done, self._state(), facts, best=context.best.step or None)
 
     def _state(self, *, as_worker: bool = True) -> dict[str, Any]:
         """What the run goes on from: of a checkpoint, and of a copy in memory.
@@ -253,7 +252,7 @@ class RunCheckpoints:
         copied to a store."""
         self._trainer.stats.watch.enter("checkpoint")
         is_new = done > self._first or self._saved is not None
-        if is_new and self._saved != (done, self._context.best.facts()):
+        if is_new and self._saved != (done, self._context.best.found()):
             self.save(done)
         self._checkpointer.finish()
         if self._copies is not None:
@@ -307,11 +306,17 @@ class RunCheckpoints:
         trainer.update.recent.load(facts.get("recent_losses", []))
         if trainer.task.data_state is not None:
             trainer.task.data_state.load(facts.get("data"))
-        context.best.load(facts.get("best", {}))
-        if context.best.is_due:  # once it is made, the same state is another checkpoint
-            self._saved = facts["step"], context.best.facts()
+        context.best.load(facts.get("best", {}), partial(self._was_evaluated, facts["step"], ranks))
+        if context.best.is_due:  # once it is judged, the same state is another checkpoint
+            self._saved = facts["step"], context.best.found()
         context.metrics_buffer.num_skipped = facts["skipped"]
         context.metrics_buffer.recent.extend(facts.get("lines", []))
+
+    def _was_evaluated(self, step: int, holders: LockstepRanks | None) -> bool:
+        """Whether the Run has the evaluation after a step, as rank 0 sees it. What ranks hold in
+        memory says itself that one is due."""
+        run, ranks = self._context.run, self._checkpointer.ranks
+        return holders is None and ranks.on_first(lambda: run.has_evaluation(step))
 
 
 def state_to_load(trainer: Trainer, found: FoundState) -> dict[str, dict[str, Any]]:

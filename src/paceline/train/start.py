@@ -244,8 +244,9 @@ def was_asked_to_stop(run: Run, since: float) -> bool:
 def progress_of(run: Run, job: JobSpec) -> tuple[int, BestEvaluation]:
     """Steps that a Run has done, and its best evaluation as a Job judges it."""
     facts, best = newest_facts(run.checkpoint_folder), BestEvaluation(job)
-    best.load(facts.get("best", {}))
-    return facts.get("step", 0), best
+    step = facts.get("step", 0)
+    best.load(facts.get("best", {}), lambda: run.has_evaluation(step))
+    return step, best
 
 
 def _write_plan(run: Run, plan: Plan) -> None:

@@ -48,6 +48,7 @@ class CheckpointCopies:
         self._under_way: int | None = None
         self._waiting: int | None = None
         self._old: int | None = None
+        """The newest that was offered as one that an earlier start may have copied."""
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._sentences: list[str] = []

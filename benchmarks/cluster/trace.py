@@ -57,16 +57,22 @@ class Trace:
 
 
 def draw(
-    seed: int, num_losses: int, gap_s: float, away_s: tuple[float, float], node_seconds: float
+    seed: int,
+    num_losses: int,
+    gap_s: float,
+    away_s: tuple[float, float],
+    node_seconds: float,
+    lost_share: float,
 ) -> Trace:
     """A trace.
 
     Args:
-        num_losses: that Paceline's jobs have to meet, a fifth of them lost nodes, the others
-            preemptions. They go on at the same rate until the work is done.
+        num_losses: that Paceline's jobs have to meet. They go on at the same rate until the work
+            is done.
         gap_s: between losses, in the mean.
         away_s: for how long a node is taken away, from and to.
         node_seconds: of work, over all jobs, if nothing were lost.
+        lost_share: of the losses, from 0 to 1, are lost nodes; the others are preemptions.
     """
     pick = random.Random(seed)
     shares = [pick.uniform(0.5, 1.5) for _ in _SHAPES]
@@ -85,6 +91,6 @@ def draw(
     at, losses = 0.0, []
     for _ in range(_MOST_TIMES * num_losses):
         at += pick.uniform(0.5, 1.5) * gap_s
-        kind: Literal["preempted", "lost"] = "lost" if pick.random() < 0.2 else "preempted"
+        kind: Literal["preempted", "lost"] = "lost" if pick.random() < lost_share else "preempted"
         losses.append(Loss(at, kind, pick.random(), pick.uniform(*away_s)))
     return Trace(tuple(sorted(jobs, key=lambda job: job.arrives_s)), tuple(losses))

@@ -1,5 +1,7 @@
 """Who holds up the others, from what ranks say of themselves; and the plain rule of what to do."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.elastic.decision import Situation, plain_rule
@@ -81,6 +83,45 @@ def test_counts_of_a_rank_that_goes_on_blame_nobody():
     assert judge([ahead, moving], 1, 99.0) is None
 
 
+def _in_backward(rank, since_s, **more):
+    """It may compute, or wait in C++ for others: its stack doesn't say."""
+    return _rank(rank, "forward_backward", since_s, is_waiting=False, **more)
+
+
+def test_who_is_late_a_moment_before_its_culprit_is_not_blamed():
+    ahead = {"0": (9, ["all_reduce"] * 2)}
+    # The rank that hangs in its backward pass began it a few milliseconds after the others.
+    for calls in ({"0": (8, ["all_reduce"])}, {}):
+        hangs = _in_backward(1, 4.99, calls=calls)
+        others = [_in_backward(at, 5.01, calls=ahead) for at in (0, 2)]
+        assert judge([*others, hangs], 1, 99.0) is None
+        late = [replace(hangs, since_s=5.02, calls={"0": (8, ["all_reduce"])}), *others]
+        assert judge(late, 1, 99.0).rank == 1
+
+
+def test_who_is_behind_one_but_ahead_of_another_is_not_the_culprit():
+    counts = {0: (9, 9), 1: (8, 9), 2: (8, 8)}  # of groups a and b
+    ranks = [
+        _in_backward(at, 6.0, calls={"a": (a, ["all_reduce"]), "b": (b, ["all_reduce"])})
+        for at, (a, b) in counts.items()
+    ]
+    assert judge(ranks, 1, 99.0).rank == 2
+    assert judge([*ranks[:2], replace(ranks[2], limit_s=60.0)], 1, 99.0) is None
+
+
+def test_ranks_that_wait_for_each_other_are_judged_all_the_same():
+    calls = [{"a": (9, ["x"]), "b": (8, ["x"])}, {"a": (8, ["x"]), "b": (9, ["x"])}]
+    ranks = [_in_backward(at, 6.0, calls=each) for at, each in enumerate(calls)]
+    assert judge(ranks, 1, 99.0).rank == 1
+
+
+def test_one_that_reads_is_judged_though_others_may_be_longer_in_their_pass():
+    reads = _rank(1, "data", 6.0, is_waiting=False)
+    first_pass = replace(_in_backward(0, 6.0), limit_s=300.0)
+    verdict = judge([first_pass, reads], 1, 99.0)
+    assert (verdict.rank, verdict.cause) == (1, "waiting_for_data")
+
+
 def _node(name):
     return Node(name, name * 8, "127.0.0.1", 1, 1)
 
@@ -128,7 +169,6 @@ def test_the_plain_rule_takes_as_many_as_a_job_can_be_made_for():
 
 def test_of_many_who_claim_a_generation_one_has_it(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
-    from dataclasses import replace
 
     generation = _generation("abcd", job_of(4, 10, 1))
     claims = [replace(generation, leader=name) for name in "abcd"]

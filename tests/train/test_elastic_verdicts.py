@@ -84,7 +84,8 @@ def test_each_fault_gets_its_class_and_its_rank_and_the_run_goes_on(tmp_path: Pa
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     # A loaded machine may slow one rank for 50 steps, which is told and nothing more.
     lost = [one for one in events if one["event"] == "lost" and one["class"] != "slow"]
-    assert [event["class"] for event in lost] == [case.cause for case in CASES], lost
+    said = "\n".join(event["sentence"] for event in lost)
+    assert [event["class"] for event in lost] == [case.cause for case in CASES], said
     for event, case in zip(lost, CASES, strict=True):
         assert event["rank"] == 1, event
         assert case.says in event["sentence"], event

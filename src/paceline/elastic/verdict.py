@@ -3,7 +3,8 @@
 A rank says which section of its step it is in, since when, how long that took lately, where in the
 code it is, and how many collectives of each group it has begun. Where one is longer in a section
 than it may be, the culprit is who has begun fewer collectives than the others, or another one than
-they, and else who does not wait in one.
+they, and else who does not wait in one. Ranks that are held up are often late a moment before their
+culprit is: then nobody is judged yet.
 
 This is pure: the agent asks the ranks (`elastic.link`), the leader calls it.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from paceline.elastic.decision import LossClass
 
 Section = str
+# In the order of a step.
 SECTIONS = (
     *("start", "restore", "data", "stream", "forward_backward", "agree", "update"),
     *("round", "evaluation", "checkpoint", "idle"),
@@ -91,16 +93,34 @@ def judge(reports: Sequence[Progress], generation: int, age_s: float) -> Verdict
         return _verdict(behind[0], "stuck", "and has not left a generation that is over")
     if any(one.generation < generation for one in reports):
         return None  # others wait for one that is on its way
-    return _by_calls(reports) or _by_place(reports, late)
+    suspects = _suspects(reports)
+    return _by_calls(reports, suspects) or _by_place(reports, suspects)
 
 
-def _by_calls(reports: Sequence[Progress]) -> Verdict | None:
+def _suspects(reports: Sequence[Progress]) -> list[Progress]:
+    """Who is late, does not wait as far as Python sees it, and has begun no collective that another
+    such rank has not: else it may wait for that one."""
+    acting = [one for one in reports if not one.is_waiting]
+    late = [one for one in acting if one.is_late]
+    found = [one for one in late if not any(_is_ahead(one, other) for other in acting)]
+    if not found and len(late) == len(acting):
+        return late  # each waits for another one
+    return found
+
+
+def _is_ahead(one: Progress, other: Progress) -> bool:
+    return any(one.calls[name][0] > other.calls[name][0] for name in one.calls.keys() & other.calls)
+
+
+def _by_calls(reports: Sequence[Progress], suspects: Sequence[Progress]) -> Verdict | None:
     """The rank that has begun another collective of some group than the others, or fewer."""
     groups = sorted({name for one in reports for name in one.calls})
-    return next(filter(None, (_by_group(reports, group) for group in groups)), None)
+    return next(filter(None, (_by_group(reports, suspects, group) for group in groups)), None)
 
 
-def _by_group(reports: Sequence[Progress], group: str) -> Verdict | None:
+def _by_group(
+    reports: Sequence[Progress], suspects: Sequence[Progress], group: str
+) -> Verdict | None:
     members = [one for one in reports if group in one.calls]
     counts = [one.calls[group][0] for one in members]
     # Who began another one may have gone on to the next: what it sent was taken by the network.
@@ -110,12 +130,7 @@ def _by_group(reports: Sequence[Progress], group: str) -> Verdict | None:
         if (own := names[one.rank]) and own != usual[0][0] and one.is_late:
             what = f"in {own} where others are in {usual[0][0]} (group {group})"
             return _verdict(one, "wrong_collective", what)
-    # Who waits in a collective of another group waits for somebody as well.
-    behind = [
-        one
-        for one, count in zip(members, counts, strict=True)
-        if count < max(counts) and one.is_late and not one.is_waiting
-    ]
+    behind = [one for one in suspects if group in one.calls and one.calls[group][0] < max(counts)]
     if not behind:
         return None
     first = min(behind, key=lambda one: one.calls[group][0])
@@ -133,23 +148,30 @@ def _call(one: Progress, group: str, number: int) -> str:
     return names[at] if at >= 0 else ""
 
 
-def _by_place(reports: Sequence[Progress], late: Sequence[Progress]) -> Verdict | None:
+def _by_place(reports: Sequence[Progress], suspects: Sequence[Progress]) -> Verdict | None:
     """Who is late and does not wait in a collective."""
     acting = [one for one in reports if not one.is_waiting]
-    culprits = [one for one in late if not one.is_waiting]
-    if culprits:
-        # Of several, one that has not come as far as others; then one that reads.
-        first = min(culprits, key=lambda one: (one.step, one.section != "data", -one.since_s))
+    if suspects:
+        # Of several, one that has not come as far as others.
+        first = min(suspects, key=lambda one: (*_come_to(one), -one.since_s))
+        on_its_way = (one for one in acting if one.limit_s is not None and not one.is_late)
+        if any(_come_to(one) <= _come_to(first) for one in on_its_way):
+            return None  # the suspect may wait for it in C++, unseen; it goes on, or is late soon
         return _verdict(first, _cause(first), "before the collective that others wait for")
     if acting:
         return None  # it is within its own limit, and may be on its way
-    longest = max(late, key=lambda one: one.since_s)
+    longest = max((one for one in reports if one.is_late), key=lambda one: one.since_s)
     return Verdict(
         None,
         "stuck",
         f"every rank waits in a collective, rank {longest.rank} on {longest.host} since "
         f"{longest.since_s:.1f} s in {longest.place}: the links between them fail.",
     )
+
+
+def _come_to(one: Progress) -> tuple[int, int]:
+    """How far a rank has come: steps done, and the section's place in a step."""
+    return one.step, SECTIONS.index(one.section) if one.section in SECTIONS else 0
 
 
 def _cause(one: Progress) -> LossClass:

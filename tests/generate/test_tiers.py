@@ -58,8 +58,7 @@ def test_what_was_used_longest_ago_goes_to_disk_and_then_away(tmp_path):
     assert where(tiers, 0, 1, 2, 3, 4, 5) == ["disk"] * 2 + ["host"] * 4
     assert got(tiers, 1, 0) == [1, 0]
     assert where(tiers, 0, 1, 2, 3, 4, 5) == ["host"] * 2 + ["disk"] * 2 + ["host"] * 2
-    tiers.prefetch([name_of(2)])
-    tiers.settle()
+    assert got(tiers, 2) == [2]
     assert where(tiers, 2, 3, 4) == ["host", "disk", "disk"]
     put(tiers, 6, 7, 8)
     assert (
@@ -76,8 +75,6 @@ def test_budgets_are_kept_whatever_comes(tmp_path):
     for _ in range(400):
         if draw.random() < 0.5:
             tiers.put(name_of(number := draw.randrange(20)), data_of(number))
-        elif draw.random() < 0.3:
-            tiers.prefetch([name_of(draw.randrange(20))])
         else:
             numbers = draw.sample(range(20), draw.randint(1, 6))
             read = tiers.get([name_of(number) for number in numbers])

@@ -72,8 +72,6 @@ class Read:
 
     def __init__(self, names: Sequence[bytes], close: Callable[["Read"], None]) -> None:
         self.names = names
-        self.has_reader = True
-        """False: they are only to be in host memory."""
         self.held: list[_Held] = []
         self.data: list[Tensor] = []
         """(num_bytes,) uint8 each, where the reader wants them; whole when `is_done`."""
@@ -185,13 +183,6 @@ class Tiers:
         self._reads.append(read)
         self._work_on()
         return read
-
-    def prefetch(self, names: Sequence[bytes]) -> None:
-        """Have objects in host memory soon."""
-        read = Read(names, self._close)
-        read.has_reader = False
-        self._reads.append(read)
-        self._work_on()
 
     def tier_of(self, name: bytes) -> Tier | None:
         """Where an object is; None: nowhere."""
@@ -325,12 +316,11 @@ class Tiers:
             if read.is_closed or self._is_closed or (held := self._find(name)) is None:
                 break
             read.held.append(held)
-            if read.has_reader:
-                self._counts["bytes_out"] += held.num_bytes
-                read.data.append(self._to_reader(held.data))
+            self._counts["bytes_out"] += held.num_bytes
+            read.data.append(self._to_reader(held.data))
         with self._lock:
             read.end()
-            if read.is_closed or not read.has_reader:
+            if read.is_closed:
                 self._release(read)
         self._write_later()
 

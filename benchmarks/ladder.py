@@ -25,9 +25,13 @@ one run is one seed, which alone moves a loss by some 0.3 %.
     python -m benchmarks.ladder [--keep FOLDER]
     python -m benchmarks.ladder --largest 3e6 --params 3e7 --minutes 240
 
+    python -m benchmarks.ladder --again 1 2 3 4 5
+
 The first form takes 27 minutes on two quiet cores with `--limit 600`; the second is that of
-larger runs and takes nine times `--minutes` or so. With `--keep` a run that was killed goes on with
-the parts that it has. Needs Linux and the extra `search`. Keeps results/<device>/ladder.{json,md}.
+larger runs and takes nine times `--minutes` or so. The third makes ladder and run anew with each of
+these seeds, two at a time: how far are predicted losses off? With `--keep` a run that was killed
+goes on with the parts that it has. Needs Linux and the extra `search`. Keeps
+results/<device>/ladder.{json,md}, the third form ladder_seeds.{json,md}.
 """
 
 import argparse
@@ -47,6 +51,7 @@ from concurrent.futures import as_completed
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -357,8 +362,9 @@ def _under(search: dict[str, Any], cpu_s: float) -> str:
 # ---- the order of things -------------------------------------------------------------------------
 
 
-def prepare(folder: Path, asked: argparse.Namespace) -> None:
-    """The text and the Job; a folder of another benchmark is refused."""
+def prepare(folder: Path, asked: argparse.Namespace, seed: int | None = None) -> None:
+    """The text and the Job, with another seed where it is given; a folder of another benchmark is
+    refused."""
     form = {
         name: getattr(asked, name) for name in ("largest", "params", "minutes", "share", "limit")
     }
@@ -367,7 +373,10 @@ def prepare(folder: Path, asked: argparse.Namespace) -> None:
         sys.exit(f"{folder} has parts of a run with other options: give another --keep.")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "text.txt", library_text())
-    write_atomic(folder / "job.toml", JOB.replace("text.txt", str(folder / "text.txt")))
+    job = JOB.replace("text.txt", str(folder / "text.txt"))
+    if seed is not None:
+        job = job.replace("[train]\n", f"[train]\nseed = {seed}\n")
+    write_atomic(folder / "job.toml", job)
     write_atomic(file, json.dumps(form))
 
 
@@ -448,6 +457,59 @@ def run(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
     return f"{text}\nresults: {keep(folder_of(asked.results, about), 'ladder', kept, text)}"
 
 
+def again(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
+    """Ladder and run with each of some seeds.
+
+    Returns:
+        the page.
+    """
+    for seed in asked.again:
+        prepare(folder / f"seed-{seed}", asked, seed)
+    tasks = {
+        f"seed-{seed}": partial(climb_and_train, folder / f"seed-{seed}", asked)
+        for seed in asked.again
+    }
+    done = measured(folder, tasks)
+    lines, ratios = [], []
+    for name in tasks:
+        advice, loss = done[name]["found"]["advice"], done[name]["loss"]
+        ratios.append(loss / advice["loss"])
+        lines.append(
+            (
+                name.removeprefix("seed-"),
+                f"{advice['params']:,}",
+                f"{advice['tokens']:,.0f}",
+                f"{advice['lr']:.3g}",
+                f"{advice['loss']:.4f} ({advice['loss_low']:.4f} – {advice['loss_high']:.4f})",
+                f"{loss:.4f}",
+                f"{ratios[-1]:.4f}",
+            )
+        )
+    titles = [
+        "seed", "parameters", "tokens", "learning rate", "predicted loss (90 % of runs)",
+        "measured", "measured / predicted",
+    ]  # fmt: skip
+    off = [abs(ratio - 1) for ratio in ratios]
+    text = (
+        f"Ladder and run with {len(lines)} seeds, each from the measuring of the machine on.\n\n"
+        f"{markdown(titles, lines)}\n"
+        f"The predicted loss is off by {median(off):.2%} in the median, {max(off):.2%} at most; "
+        f"measured / predicted has the mean {fmean(ratios):.4f}.\n\n"
+        f"Two at a time, each on a core of its own. {signature(about)}\n"
+    )
+    kept = {"facts": about, "seeds": {name: done[name] for name in tasks}}
+    return f"{text}\nresults: {keep(folder_of(asked.results, about), 'ladder_seeds', kept, text)}"
+
+
+def climb_and_train(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """A ladder, and its run."""
+    ladder = climb(folder, asked)
+    trained = train(folder, "run", ladder["found"]["advice"]["lr"])
+    if trained["loss"] is None:
+        raise RuntimeError(_why(folder, "run"))
+    return ladder | trained
+
+
 def _name(at: int) -> str:
     return f"rate-{_STEP**at:.3g}x" if at else "run"
 
@@ -463,6 +525,9 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, help="CPU-seconds of Optuna; left out: five times ladder and run"
     )
+    parser.add_argument(
+        "--again", type=int, nargs="+", help="seeds of the Job; ladder and run alone are made"
+    )
     parser.add_argument("--keep", type=Path, help="folder of the parts; left out: none is kept")
     asked = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -473,7 +538,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         prepare(folder, asked)
         try:
-            print(run(folder, asked, about))
+            print((again if asked.again else run)(folder, asked, about))
         except (RuntimeError, InputError) as error:
             sys.exit(str(error))
 

@@ -1,13 +1,17 @@
 """`paceline tune` as a whole on two real ranks, and what it refuses."""
 
 import json
+import os
+import signal
 
 import pytest
 
 from paceline.config.comm import Comm
 from paceline.config.errors import InputError
 from paceline.config.job import read_job
+from paceline.tune import command
 from paceline.tune.command import TuneOptions, tune_command
+from tests.tune.fake import FakeMeasurer
 from tests.tune.jobs import job
 from tests.tune.test_trial_round import real, text
 
@@ -53,3 +57,30 @@ def test_steps_that_workers_take_by_themselves_are_not_compared(tmp_path):
         tune_command(
             given.replace(comm=given.comm.replace(local=local)), TuneOptions(), tmp_path / "tuned"
         )
+
+
+class _StoppedMeasurer(FakeMeasurer):
+    """Somebody sends this process SIGTERM once a trial round is known."""
+
+    def measure(self, *asked):
+        if self.tried:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().measure(*asked)
+
+
+def test_a_tuning_that_is_asked_to_end_writes_what_it_has(text, tmp_path, monkeypatch, capsys):
+    """As a scheduler ends a job, and as Ctrl-C does."""
+    died: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: died.append(number))
+    monkeypatch.setattr(
+        command, "RealMeasurer", lambda *_: _StoppedMeasurer(lambda one: 1 / one.micro_batch)
+    )
+    try:
+        asked = TuneOptions(keep=["dp", "fsdp", "tp", "pp", "cp", "comm.dp.compress"])
+        found = tune_command(real(job(samples=32), text), asked, tmp_path / "tuned")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not died
+    assert found["ended"] == "interrupted"
+    assert (tmp_path / "tuned" / "tune.html").exists()
+    assert "run it again to go on" in capsys.readouterr().out

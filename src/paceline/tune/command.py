@@ -29,6 +29,7 @@ from paceline.plan.families import family_of
 from paceline.plan.resolve import concrete_cluster
 from paceline.plan.search.choose import unsearchable
 from paceline.train.start import read_inputs
+from paceline.train.stopping import term_as_interrupt
 from paceline.train.this_machine import resolve_on_this_machine, why_only_planned
 from paceline.tune.candidates import Question
 from paceline.tune.goal import Figures, Goal
@@ -97,7 +98,7 @@ def tune_command(job: JobSpec, asked: TuneOptions, out: Path) -> dict[str, Any] 
         return None
     journal = FolderJournal(out)
     try:
-        with owned(journal.folder):
+        with term_as_interrupt(), owned(journal.folder):
             known = on_known_cluster(job.on(cluster), journal, team)
             return _tune(known, freedom, Limits(goal, seconds, asked.trials), journal, team)
     finally:
@@ -226,6 +227,7 @@ def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
     if best is None:
         return found
     first = known.trials[0]
+    has_ended = bool(known.decisions) and known.decisions[-1].ends
     return found | {
         "job": str(folder / "job.toml"),
         "best": best.number,
@@ -235,5 +237,5 @@ def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
         "given_step_s": known.seconds(first) if first.ran else None,
         **Figures.of(known, best).to_json(),
         "parts": [vars(part) for part in parts(known)],
-        "ended": known.decisions[-1].text if known.decisions else "interrupted",
+        "ended": known.decisions[-1].text if has_ended else "interrupted",
     }

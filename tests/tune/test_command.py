@@ -39,6 +39,7 @@ def test_a_badly_set_job_is_mended_on_real_ranks(text, tmp_path, capsys):
     ("asked", "sentence"),
     [
         (TuneOptions(until="speed=3"), "--until speed=3 is no goal"),
+        (TuneOptions(until="samples_per_s=3"), "this model is trained on tokens; use tokens_per_s"),
         (TuneOptions(budget="soon"), "--budget 'soon' is no time"),
         (TuneOptions(free=["lr"]), "--free lr is no setting"),
         (TuneOptions(keep=["model"]), "--keep model is no setting"),
@@ -47,7 +48,7 @@ def test_a_badly_set_job_is_mended_on_real_ranks(text, tmp_path, capsys):
 def test_wrong_input_is_one_sentence_and_leaves_nothing(asked, sentence, tmp_path):
     with pytest.raises(InputError, match=sentence):
         tune_command(job(), asked, tmp_path / "tuned")
-    assert not (tmp_path / "tuned" / "trials.jsonl").exists()
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_steps_that_workers_take_by_themselves_are_not_compared(tmp_path):

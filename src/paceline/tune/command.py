@@ -83,6 +83,8 @@ def tune_command(job: JobSpec, asked: TuneOptions, out: Path) -> dict[str, Any] 
     seconds = float("inf") if asked.budget is None else seconds_of("--budget", asked.budget)
     freedom = Freedom.of(asked.free, asked.keep)
     _check(job)
+    if goal is not None:
+        goal.check_unit(job.model.unit)
     machine = this_machine()
     kind = machine.device.kind
     given = ranks_from_env(kind)

@@ -53,17 +53,27 @@ class Goal:
             raise InputError(f"--until {text}: give {kind} {given}, such as efficiency=0.85.")
         return cls(kind, number)
 
+    def check_unit(self, unit: str) -> None:
+        """Refuse a rate of what the model isn't trained on: known before anything is measured.
+
+        Args:
+            unit: of the model.
+
+        Raises:
+            InputError: it is one.
+        """
+        rate = f"{unit}_per_s"
+        if self.kind not in (*_SHARES, rate):
+            raise InputError(f"--until {self.text}: this model is trained on {unit}; use {rate}.")
+
     def check(self, job: Job) -> None:
         """Refuse a goal that can't be measured here.
 
         Raises:
             InputError: MFU of a device whose peak is unknown, or a rate of what the model hasn't.
         """
+        self.check_unit(job.model.unit)
         rate = f"{job.model.unit}_per_s"
-        if self.kind not in (*_SHARES, rate):
-            raise InputError(
-                f"--until {self.text}: this model is trained on {job.model.unit}; use {rate}."
-            )
         if self.kind == "mfu" and _peak(job) is None:
             raise InputError(
                 f"--until mfu={self.value:g}: the peak of {job.cluster.device.name} in "

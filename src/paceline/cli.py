@@ -1236,7 +1236,7 @@ def launch(
     elif job is not None and is_sweep(job):
         _refuse_arguments(arguments)
         sweep = read_sweep(job, name)
-        trials = trials_of(sweep, job, set_ or (), _read_in_steps)
+        trials = trials_of(sweep, job, set_ or (), _read_to_launch)
         sweep_command(
             sweep,
             trials,
@@ -1251,7 +1251,7 @@ def launch(
     else:
         _refuse_arguments(arguments)
         renamed = [*(set_ or []), *([f"name={name}"] if name is not None else [])]
-        spec = _read_in_steps(job, renamed)
+        spec = _read_to_launch(job, renamed)
         sources = () if job is None else (job,)
         prepared = prepare_job(spec, asked, folder.absolute(), sources, _machine)
         _must_have_steps_left(prepared.run, spec)
@@ -1438,6 +1438,16 @@ def _read_in_steps(path: Path | None, overrides: list[str]) -> "JobSpec":
     from paceline.train.length import length_in_steps
 
     return length_in_steps(job)
+
+
+def _read_to_launch(path: Path | None, overrides: list[str]) -> "JobSpec":
+    """What the job would refuse only once it has its machines, it refuses here."""
+    job = _read_in_steps(path, overrides)
+    if job.checkpoint.best is not None:  # importing torch takes seconds, and few Jobs say it
+        from paceline.train.start import must_be_judged_by_figure
+
+        must_be_judged_by_figure(job)
+    return job
 
 
 def _must_have_steps_left(run: Path, job: "JobSpec") -> None:

@@ -91,6 +91,7 @@ def refused(*arguments: str) -> str:
         (("job.toml", "--on", "lab", "--budget", "much"), "--budget 'much' is not of the form"),
         (("job.toml", "--on", "lab", "--set", "cluster.num_nodes=1", "--nodes", "2"), "leave one"),
         (("job.toml", "--on", "lab", "--set", "cluster.device=A100-80"), "gpu has H100-SXM"),
+        ((*ON_QUEUE, "--set", "checkpoint.best=eval_los"), "use one of eval_loss, eval_perp"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_leaves_nothing(here, arguments, said):

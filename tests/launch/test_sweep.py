@@ -149,6 +149,7 @@ def test_the_sweep_of_the_page_is_one(here):
         (f"{HEAD}grid.cluster.devices_per_node = [1]", "by --set and by the sweep: leave one"),
         (f"{HEAD}at_most = 0\n{GRID}", "sweep.at_most = 0 can't be used"),
         (f"{HEAD}grid.layout.tp = [1, 2]", "sweep-002 (layout.tp=2): "),
+        (f"{HEAD}grid.checkpoint.best = ['eval_los']", "is no figure of an evaluation: use one of"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_nothing_is_submitted(here, text, said):

@@ -72,7 +72,7 @@ class TrainFamily(ABC, Generic[M]):
         """Samples of an epoch; None: see `endless`."""
         return None
 
-    def eval_figures(self, model: M, job: Job) -> Sequence[str] | None:
+    def eval_figures(self, model: M, job: JobSpec) -> Sequence[str] | None:
         """What evaluations may be judged by (`checkpoint.best`); None: only they can tell."""
         return None
 

@@ -61,7 +61,7 @@ class HeadsOfDecoders(TrainFamily[Heads]):
         """Those of the train split."""
         return _TEXT.num_samples(model.trunk, job, progress)
 
-    def eval_figures(self, model: Heads, job: Job) -> list[str]:
+    def eval_figures(self, model: Heads, job: JobSpec) -> list[str]:
         """Those of the decoder's text."""
         return _TEXT.eval_figures(model.trunk, job)
 

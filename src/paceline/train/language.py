@@ -170,7 +170,7 @@ class LanguageModels(TrainFamily[Model]):
             each = grpo.group * grpo.updates
         return data.num_samples(job.train.seq_len) * each
 
-    def eval_figures(self, model: Model, job: Job) -> list[str]:
+    def eval_figures(self, model: Model, job: JobSpec) -> list[str]:
         """Those of the loss, and the losses of what is held out by name."""
         objective, figures = job.finetune.objective, ["eval_loss"]
         if objective in ("likelihood", "distill"):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from paceline.comm.rendezvous import Ranks
-from paceline.config.job import Job, to_raw
+from paceline.config.job import Job, JobSpec, to_raw
 from paceline.config.recommender import Dlrm
 from paceline.models.weights import write_state
 from paceline.recommender.click_log import auc, samples
@@ -78,7 +78,7 @@ class Recommenders(TrainFamily[Dlrm]):
             eval_figures=partial(seen.figures, ranks),
         )
 
-    def eval_figures(self, model: Dlrm, job: Job) -> list[str]:
+    def eval_figures(self, model: Dlrm, job: JobSpec) -> list[str]:
         """See `ClickScores`."""
         return ["eval_loss", "eval_auc", "eval_best_auc"]
 

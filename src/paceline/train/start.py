@@ -77,11 +77,22 @@ def read_inputs(
     must_be_auditable(job)
     require_installed(job.observe.trackers)
     launch.table()  # refuses one's own that is none, before anything is written
-    family, best = family_of(job.model), job.checkpoint.best
-    figures = family.eval_figures(job.model, job)
-    if best is not None and figures is not None:
+    must_be_judged_by_figure(job)
+    return family_of(job.model).read_inputs(job.model, job, progress, say)
+
+
+def must_be_judged_by_figure(job: JobSpec) -> None:
+    """Refuse to judge evaluations by a figure that they won't have, as far as it is known before.
+
+    Raises:
+        InputError: one sentence.
+    """
+    best = job.checkpoint.best
+    if best is None:
+        return
+    figures = family_of(job.model).eval_figures(job.model, job)
+    if figures is not None:
         must_be_figure(best, figures)
-    return family.read_inputs(job.model, job, progress, say)
 
 
 def must_be_auditable(job: Job) -> None:

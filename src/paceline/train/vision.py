@@ -118,7 +118,7 @@ class ImageModels(TrainFamily[ResNet]):
             eval_figures=partial(seen.figures, ranks),
         )
 
-    def eval_figures(self, model: ResNet, job: Job) -> list[str]:
+    def eval_figures(self, model: ResNet, job: JobSpec) -> list[str]:
         """See `ImageScores`."""
         return ["eval_loss", "eval_accuracy"]
 

@@ -250,3 +250,25 @@ def test_the_table_has_losses_and_the_best_trial(here):
     assert "2 trials: 2 finished" in printed
     done = last_line(run("runs", "--sort", "best_eval_loss", "--json"))
     assert [one["name"] for one in done] == ["sweep-002", "sweep-001"]
+
+
+def test_a_damaged_record_of_a_trial_is_left_out_of_the_table_and_launches_nothing_twice(here):
+    write(HEAD + "grid.train.seed = [1, 2]\n")
+    Path("go").touch()
+    launch()
+    until_states("finished", "finished")
+    request = here / "runs" / "sweep-001" / "launch" / "1" / "request.json"
+    whole = request.read_text()
+    request.write_text(whole[: len(whole) // 2])
+    said = run("jobs", "--sweep", "sweep")
+    assert "1 trial: 1 finished" in said
+    assert "sweep-001 is left out: " in said
+    with pytest.raises(InputError, match=r"sweep-001 may be any trial of sweep sweep, so none is"):
+        launch()
+    request.write_text(whole)
+    stray = here / "runs" / "other" / "launch" / "1"
+    stray.mkdir(parents=True)
+    (stray / "id").write_text("1")  # what is no trial's is no worse for a sweep
+    assert "2 trials of it left alone" in launch()
+    assert "other" not in run("jobs", "--sweep", "sweep")
+    shutil.rmtree(stray.parent.parent)

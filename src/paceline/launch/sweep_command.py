@@ -70,8 +70,13 @@ def sweep_command(
     priority = asked.priority or sweep.priority
     asked = replace(asked, group=sweep.name, at_most=at_most, priority=priority)
     machine = cache(machine)
-    earlier = {_key(one.record.trial): one for one in _launched(runs, sweep.name)}
-    number = max((_number(one, sweep.name) for one in earlier.values()), default=0)
+    launched, damaged = _launched(runs, sweep.name)
+    for name, error in damaged:  # else what it is might be trained a second time
+        raise InputError(
+            f"{name} may be any trial of sweep {sweep.name}, so none is launched: {error}"
+        )
+    earlier = {_key(one.record.trial): one for one in launched}
+    number = max((_number(one.run, sweep.name) for one in earlier.values()), default=0)
     left, new = [], []
     for trial in trials:
         launch = earlier.get(_key(trial.settings))
@@ -112,11 +117,11 @@ def sweep_table_command(runs: Path, name: str, *, as_json: bool) -> None:
     """Show how the trials of a sweep stand, the best in bold.
 
     Raises:
-        InputError: there is no such sweep, or a record is damaged.
+        InputError: there is no such sweep.
     """
-    launches = _launched(runs, name)
-    if not launches:
-        known = {one.record.request.group for one in _launched(runs, None)}
+    launches, damaged = _launched(runs, name)
+    if not launches and not damaged:
+        known = {one.record.request.group for one in _launched(runs, None)[0]}
         cure = nearest(name, sorted(known)) if known else ": launch one by paceline launch."
         raise InputError(f"{shown_path(runs)} has no sweep {name!r}{cure}")
     facts = {one.facts.name: one.facts for one in indexed_runs(runs)}
@@ -144,6 +149,8 @@ def sweep_table_command(runs: Path, name: str, *, as_json: bool) -> None:
     told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     _CONSOLE.print(f"{plural(len(found), 'trial')}: {told}")
     tell_unknown(zip(launches, (now for now, _ in looks), strict=True))
+    for trial, error in damaged:
+        _CONSOLE.print(f"{trial} is left out: {error}", markup=False)
     if as_json:
         print(json.dumps(found))
 
@@ -151,23 +158,26 @@ def sweep_table_command(runs: Path, name: str, *, as_json: bool) -> None:
 # ---- which trials --------------------------------------------------------------------------------
 
 
-def _launched(runs: Path, sweep: str | None) -> list[Launch]:
-    """The newest launch of each trial, by the run's name; None: those of any sweep."""
-    newest = (launches_of(run)[-1:] for run in launched_runs(runs))
-    return [
-        launch
-        for found in newest
-        for launch in found
-        if (group := launch.record.request.group) and sweep in (None, group)
-    ]
+def _launched(runs: Path, sweep: str | None) -> tuple[list[Launch], list[tuple[str, InputError]]]:
+    """The newest launch of each trial, by the run's name; None: those of any sweep. And what is
+    wrong with the record of each run that has the name of a trial: nobody knows of which one."""
+    found, damaged = [], []
+    for run in launched_runs(runs):
+        try:
+            found += launches_of(run)[-1:]
+        except InputError as error:
+            if sweep is not None and _number(run, sweep):
+                damaged.append((run.name, error))
+    of_sweeps = [one for one in found if one.record.request.group]
+    return [one for one in of_sweeps if sweep in (None, one.record.request.group)], damaged
 
 
 def _key(settings: Settings) -> str:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _number(launch: Launch, sweep: str) -> int:
-    found = re.fullmatch(rf"{re.escape(sweep)}-(\d{{1,9}})", launch.run.name)
+def _number(run: Path, sweep: str) -> int:
+    found = re.fullmatch(rf"{re.escape(sweep)}-(\d{{1,9}})", run.name)
     return int(found[1]) if found else 0
 
 

@@ -71,7 +71,8 @@ def sweep_command(
     asked = replace(asked, group=sweep.name, at_most=at_most, priority=priority)
     machine = cache(machine)
     launched, damaged = _launched(runs, sweep.name)
-    for name, error in damaged:  # else what it is might be trained a second time
+    if damaged:  # what it is might be trained a second time
+        name, error = damaged[0]
         raise InputError(
             f"{name} may be any trial of sweep {sweep.name}, so none is launched: {error}"
         )

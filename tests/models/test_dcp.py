@@ -121,6 +121,13 @@ def test_a_run_goes_through_dcp_to_the_bit(tmp_path, monkeypatch):
     assert same(network, expected)
 
 
+def test_adapters_are_not_left_out_in_silence(tmp_path):
+    adapter = {"blocks.0.attention.q_proj.lora_a.weight": torch.ones(2, 16)}
+    folder = write(tmp_path / "dcp", {"model": {**decoder().state_dict(), **adapter}})
+    with pytest.raises(InputError, match=r"lora_a\.weight in .* where they are merged\.$"):
+        check_dcp(decoder().model, folder)
+
+
 def _save_sharded(rank: int, world_size: int, folder: str) -> None:
     network = decoder()
     for block in network.blocks:
@@ -274,6 +281,8 @@ def test_other_networks_and_other_names_are_refused(folder, tmp_path):
         check_dcp(decoder(ffn_size=48).model, folder)
     with pytest.raises(InputError, match=r"blocks\.2\..* is missing"):
         check_dcp(decoder(num_layers=3).model, folder)
+    with pytest.raises(InputError, match=r"blocks\.1\..* is not part of the model: "):
+        check_dcp(decoder(num_layers=1).model, folder)
     write(tmp_path / "other", {"decoder.layers.0.weight": torch.zeros(2)})
     with pytest.raises(InputError, match=r"has no tensor model\.embed\.weight"):
         check_dcp(decoder().model, tmp_path / "other")

@@ -17,6 +17,7 @@ SavePlans (planner.py) besides, which say nothing more.
 import io
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +72,8 @@ _DTYPES = {
 _OTHER_DTYPES = {"int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"} | {
     f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 }
+# A parameter of a layer, by any known name; beside layers others keep what they like.
+_OF_A_LAYER = re.compile(r"((model\.)?blocks|layers|decoder\.layers)\..*\.(weight|bias)")
 _Sizes = tuple[Annotated[int, Field(ge=0)], ...]
 
 
@@ -101,7 +104,8 @@ def check_dcp(model: Model, directory: str | Path) -> None:
     """Check that a folder of DCP's holds the tensors of a network; no tensor is read.
 
     Raises:
-        InputError: it has other names or shapes, is damaged, or its metadata names what it may not.
+        InputError: it has other names or shapes, or more layers or adapters, is damaged, or its
+            metadata names what it may not.
     """
     _places(model, DcpFolder(Path(directory)))
 
@@ -134,6 +138,13 @@ def _places(model: Model, folder: "DcpFolder") -> dict[str, Place]:
             "torchtitan's or Megatron's names: give a folder that paceline export --format dcp "
             "wrote, torchtitan for a Llama, or Megatron-Core for a GPTModel (torch_dist)."
         )
+    for name in sorted(folder.shapes.keys() - found.shapes.keys()):
+        if _OF_A_LAYER.fullmatch(name):
+            raise InputError(
+                f"The tensor {name} in {folder.path} is not part of the model: give the Job the "
+                "network that was saved, or of a run with adapters what paceline export writes "
+                "without --format, where they are merged."
+            )
     there = {name: shape for name, shape in folder.shapes.items() if name in found.shapes}
     check_shapes(found.shapes, there, str(folder.path))
     return found.of

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import warnings
@@ -126,6 +127,20 @@ def test_adapters_are_not_left_out_in_silence(tmp_path):
     folder = write(tmp_path / "dcp", {"model": {**decoder().state_dict(), **adapter}})
     with pytest.raises(InputError, match=r"lora_a\.weight in .* where they are merged\.$"):
         check_dcp(decoder().model, folder)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    work_in(tmp_path, monkeypatch)
+    run = Run(tmp_path / "runs" / "small")
+    train_job(read_job(write_small_job(tmp_path)), run, fresh=False)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        with pytest.raises(InputError, match=r"^[^\n]*dcp can't be written \([^\n]*room enough\.$"):
+            export_dcp(run, tmp_path / "dcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert not [path for path in tmp_path.iterdir() if "dcp" in path.name]
 
 
 def _save_sharded(rank: int, world_size: int, folder: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -255,7 +256,14 @@ def write_gguf_of(trained: Trained, model: Model, folder: Path, form: GgufForm) 
 def _save(folder: Path, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        save(state, storage_writer=_NamelessWriter(folder), no_dist=True)
+        try:
+            save(state, storage_writer=_NamelessWriter(folder), no_dist=True)
+        except CheckpointException as error:  # around what the disk said
+            cause, _ = next(iter(error.failures.values()))
+            # Where a write fails torch's own writer of zip files raises a RuntimeError.
+            if not isinstance(cause, OSError | RuntimeError):
+                raise
+            raise OSError(str(cause)) from None
 
 
 class _NamelessWriter(FileSystemWriter):

@@ -82,6 +82,8 @@ def test_a_tuning_that_is_asked_to_end_writes_what_it_has(text, tmp_path, monkey
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not died
-    assert found["ended"] == "interrupted"
+    assert found["ended"] == "it was interrupted"
     assert (tmp_path / "tuned" / "tune.html").exists()
-    assert "run it again to go on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "run it again to go on" in said
+    assert "It ended because it was interrupted." in said

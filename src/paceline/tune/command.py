@@ -167,6 +167,8 @@ def _tune(
         with display.running(journal.known):
             loop.run()
     except KeyboardInterrupt:
+        if journal.known.trials:  # else what an earlier start ended for would be told
+            loop.end("it was interrupted")
         _CONSOLE.print(f"stopped; what was tried is in {journal.folder}, run it again to go on")
     return _conclude(journal)
 
@@ -229,7 +231,6 @@ def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
     if best is None:
         return found
     first = known.trials[0]
-    has_ended = bool(known.decisions) and known.decisions[-1].ends
     return found | {
         "job": str(folder / "job.toml"),
         "best": best.number,
@@ -239,5 +240,5 @@ def to_json(known: TuningState, folder: Path) -> dict[str, Any]:
         "given_step_s": known.seconds(first) if first.ran else None,
         **Figures.of(known, best).to_json(),
         "parts": [vars(part) for part in parts(known)],
-        "ended": known.decisions[-1].text if has_ended else "interrupted",
+        "ended": known.decisions[-1].text,
     }

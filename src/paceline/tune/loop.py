@@ -110,7 +110,18 @@ class Loop:
                 reason = f"nothing else promises {LEAST_GAIN:.0%} or more"
                 break
             self._run_round(candidates)
-        return self._end(reason)
+        return self.end(reason)
+
+    def end(self, reason: str) -> Decision:
+        """Keep why it ended."""
+        known = self.journal.known
+        best = known.best
+        last = Decision(
+            known.num_rounds - 1, -1 if best is None else best.number, reason, ends=True
+        )
+        if not known.decisions or known.decisions[-1] != last:
+            self.journal.add(last)
+        return last
 
     def _enough(self, elapsed_s: float) -> str | None:
         """Why to stop, None where there is no reason."""
@@ -158,16 +169,6 @@ class Loop:
     def _findings(self) -> Sequence[Finding]:
         folder = self.journal.newest_run()
         return () if folder is None else self.explain(folder)
-
-    def _end(self, reason: str) -> Decision:
-        known = self.journal.known
-        best = known.best
-        last = Decision(
-            known.num_rounds - 1, -1 if best is None else best.number, reason, ends=True
-        )
-        if not known.decisions or known.decisions[-1] != last:
-            self.journal.add(last)
-        return last
 
 
 def new_trials(

@@ -92,6 +92,9 @@ def test_a_sharded_run_is_exported_and_opens_in_transformers(trained):
     [
         (["nowhere", "out"], "nowhere is not a run"),
         (["runs/tiny", "runs"], "exists already"),
+        # Before the run is looked at: what follows would take long.
+        (["runs/other", "runs", "--prune", "ffn_size=8"], "runs exists already"),
+        (["runs/other", "runs", "--for", "edge"], "runs exists already"),
         (["runs/tiny", "out", "--dtype", "int3"], "--dtype int3"),
     ],
 )

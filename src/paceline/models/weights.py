@@ -513,8 +513,7 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
     """
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise InputError(f"{target} exists already; choose another directory or remove it.")
+        must_be_free(target)
         partial.mkdir(parents=True)
         yield partial
         for path in [*partial.iterdir(), partial]:
@@ -528,6 +527,16 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def must_be_free(target: Path) -> None:
+    """Refuse a target of `complete_or_absent` that holds files, before work that takes long.
+
+    Raises:
+        InputError: it does.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise InputError(f"{target} exists already; choose another directory or remove it.")
 
 
 def _umask() -> int:

@@ -15,6 +15,7 @@ from paceline.kernels.dtypes import DTYPES
 from paceline.kernels.loss import cross_entropy
 from paceline.models.decoder import Decoder
 from paceline.models.pruned import SIZES, check_prunable, chosen, pruned, ratings, smaller
+from paceline.models.weights import must_be_free
 from paceline.observe.run import Run
 from paceline.train.data import BatchShape, MicroBatch, prepare_corpus, train_batches
 from paceline.train.export import note_export
@@ -76,6 +77,7 @@ def export_pruned(
     Raises:
         InputError: as `export`; or a network or sizes that can't be.
     """
+    must_be_free(folder)
     step, state = weights_of(run, step)
     job = run.job()
     if not isinstance(job.model, Model):

@@ -204,7 +204,8 @@ def _still_found(journal: FolderJournal) -> Iterator[str]:
         mended = changed_job(best, finding.changes) if finding.changes else None
         if finding.gain >= _TOLD_GAIN and mended not in tried:
             change = " ".join(f"--set {text}" for text in finding.changes)
-            yield f"{finding.title} ({finding.gain:.0%} of the step). {change or finding.advice}"
+            title = finding.title.rstrip(".")
+            yield f"{title} ({finding.gain:.0%} of the step). {change or finding.advice}"
 
 
 def _conclude(journal: FolderJournal) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from paceline.models.executorch_file import write_executorch
 from paceline.models.gguf import read_gguf
 from paceline.models.onnx_file import write_onnx
 from paceline.models.quantised import Bits
-from paceline.models.weights import complete_or_absent
+from paceline.models.weights import complete_or_absent, must_be_free
 from paceline.observe.run import Run, write_atomic
 from paceline.render.figures import bytes_text
 from paceline.render.table import Table
@@ -180,6 +180,7 @@ def export_for_edge(
             f"--budget: {budget.most_ms:g} ms a token of a gguf file are measured by llama.cpp, "
             "which is not installed: pip install llama-cpp-python, or leave the time out."
         )
+    must_be_free(folder)
     step, state = weights_of(run, step)
     job = run.job()
     if not isinstance(job.model, Model) or not job.model.causal:

@@ -70,13 +70,13 @@ def sweep_command(
     priority = asked.priority or sweep.priority
     asked = replace(asked, group=sweep.name, at_most=at_most, priority=priority)
     machine = cache(machine)
-    launched, damaged = _launched(runs, sweep.name)
+    launches, damaged = _launched(runs, sweep.name)
     if damaged:  # what it is might be trained a second time
         name, error = damaged[0]
         raise InputError(
             f"{name} may be any trial of sweep {sweep.name}, so none is launched: {error}"
         )
-    earlier = {_key(one.record.trial): one for one in launched}
+    earlier = {_key(one.record.trial): one for one in launches}
     number = max((_number(one.run, sweep.name) for one in earlier.values()), default=0)
     left, new = [], []
     for trial in trials:

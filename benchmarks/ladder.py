@@ -420,6 +420,7 @@ def run(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
     Returns:
         the page.
     """
+    prepare(folder, asked)
     ladder = measured(folder, {"ladder": partial(climb, folder, asked)})["ladder"]
     advice = ladder["found"]["advice"]
     length = (folder / "text.txt").stat().st_size
@@ -521,7 +522,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=2.5e5, help="of the run that is predicted")
     parser.add_argument("--minutes", type=float, default=4, help="of the ladder and its run")
     parser.add_argument("--share", type=float, default=0.37, help="of them, for the ladder")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of Optuna")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of Optuna; left out: 0 and 1")
     parser.add_argument(
         "--limit", type=float, help="CPU-seconds of Optuna; left out: five times ladder and run"
     )
@@ -530,13 +531,15 @@ def main() -> None:
     )
     parser.add_argument("--keep", type=Path, help="folder of the parts; left out: none is kept")
     asked = parser.parse_args()
+    if asked.again and (asked.seeds or asked.limit):
+        parser.error("--again looks for nothing by Optuna: leave --seeds and --limit out.")
+    asked.seeds = asked.seeds or [0, 1]
     os.environ["OMP_NUM_THREADS"] = "1"
     about = {**taken_with("benchmarks.ladder", "optuna"), "job": JOB}
     with tempfile.TemporaryDirectory() if asked.keep is None else nullcontext(asked.keep) as place:
         folder = Path(place).resolve()
         # What the machine was measured to do, and the tokens: of this run, not of an earlier one.
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        prepare(folder, asked)
         try:
             print((again if asked.again else run)(folder, asked, about))
         except (RuntimeError, InputError) as error:

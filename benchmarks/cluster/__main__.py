@@ -195,7 +195,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not 0 <= options.lost_share <= 1:
+        parser.error(f"--lost-share {options.lost_share:g} is no share: give 0 to 1.")
+    if options.alone and options.lost_share:
+        parser.error("--alone is of preemptions alone: give --lost-share 0, or let the peers run.")
+    return options
 
 
 if __name__ == "__main__":

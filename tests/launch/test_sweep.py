@@ -263,6 +263,11 @@ def test_a_damaged_record_of_a_trial_is_left_out_of_the_table_and_launches_nothi
     said = run("jobs", "--sweep", "sweep")
     assert "1 trial: 1 finished" in said
     assert "sweep-001 is left out: " in said
+    other = here / "runs" / "sweep-002" / "launch" / "1" / "request.json"
+    kept = other.read_text()
+    other.write_text("{")
+    assert "sweep-002 is left out: " in run("jobs", "--sweep", "sweep")
+    other.write_text(kept)
     with pytest.raises(InputError, match=r"sweep-001 may be any trial of sweep sweep, so none is"):
         launch()
     request.write_text(whole)

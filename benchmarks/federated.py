@@ -2,25 +2,29 @@
 
 How it works: a decoder of 0.9 M parameters that knows Python's own library learns Paceline's pages,
 code and tests, which are cut among clients (Dirichlet over the three, so no two parts are alike).
-Each recipe gets the same base, first adapters, parts, rounds, local steps and learning rate. In
-each round a quarter of the clients, drawn by a seed, is killed (SIGKILL) while it trains.
+Each recipe gets the same base, first adapters, parts, rounds, samples and peak learning rate, which
+falls by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is lost:
+the process that computes for it is killed (SIGKILL) when it was asked.
 
-- ours: `paceline federate` as it stands, with SecAgg+.
+- ours: `paceline federate` as it stands, clients telling gradients under SecAgg+; once with
+  `--bits`, once with as few bits that it uploads an eighth of FedAvg without secrets.
 - FedAvg: `peers/flower_fedavg.py`, both matrices in fp32, without SecAgg+, and with Flower's.
-- together: one process, as many steps as a client makes, on batches of all clients that answer.
+- together: one process, as many steps as there are rounds, on as many samples in each; with
+  several orders of the data (`train.seed`), which alone make a difference.
 
 Uploads are the bytes of the messages' objects as Flower sends them. Held-out loss is computed by
-transformers and peft from the adapters on disk. The mean that the server came to is compared with
-the mean of what the clients told, read from their folders.
+transformers and peft from the adapters on disk. The adapters that the server came to are compared
+with what its optimizer makes of the mean of what clients told, read from their folders.
 
 What it doesn't say: seconds (processes share the cores), or large networks.
 
-    python -m benchmarks.federated [--rounds 4] [--steps 40] [--clients 8] [--secagg-rounds 1]
+    python -m benchmarks.federated [--rounds 40] [--clients 8] [--secagg-rounds 1]
 
-It needs the extra `federate`, and peft. With other work on two cores a round took four minutes.
+It needs the extra `federate`, and peft; two cores take an hour.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,14 +40,17 @@ import psutil
 
 from benchmarks.provenance import ROOT, folder_of, keep, parser_of, signature, taken_with
 from benchmarks.tables import markdown
+from paceline.config.finetune import TENSORS_FILE
 from paceline.config.job import read_job
 from paceline.federate.command import prepare
 from paceline.federate.processes import running, write_app
-from paceline.federate.rounds import factor_of
-from paceline.federate.shared_file import read_tensors, vector_of
+from paceline.federate.server_optimizer import ServerOptimizer
+from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of
 from paceline.render.figures import bytes_text
 
 SEQ, END, CHARS, EVERY = 128, 256, 800, 20
+FEW, SHARE = 4, 0.95
+"""Bits of a number, and share of the numbers, with which ours uploads an eighth of FedAvg's."""
 SOURCES = {"pages": ("docs", "*.md"), "code": ("src", "*.py"), "tests": ("tests", "*.py")}
 PEER = "benchmarks.peers.flower_fedavg"
 MODEL = """
@@ -89,10 +96,10 @@ alpha = {alpha}
 [optim]
 lr = {lr}
 warmup_steps = 0
-schedule = "constant"
+schedule = "cosine"
 [train]
 weights = true
-steps = {steps}
+steps = {rounds}
 global_batch = {batch}
 seq_len = 128
 eval_every = 0
@@ -102,11 +109,10 @@ eval_fraction = 0.01
 """
 FEDERATE = """
 [federate]
-job = "clients_job.toml"
+job = "{name}_job.toml"
 clients = {clients}
 rounds = {rounds}
-steps = {steps}
-bits = {bits}
+{told}
 split = "dirichlet"
 alpha = {alpha}
 """
@@ -117,31 +123,33 @@ def main() -> None:
     parser = parser_of(__doc__)
     for name, value, what in (
         ("clients", 8, "at least 4"),
-        ("rounds", 4, "of each recipe"),
+        ("rounds", 40, "of each recipe"),
         ("secagg-rounds", 1, "of FedAvg with Flower's SecAgg+; it has a loss if they are all"),
-        ("steps", 40, "of a client in a round"),
-        ("batch", 8, "samples of 128 bytes in a client's step"),
-        ("bits", 4, "of a number of ours"),
-        ("rank", 16, "of adapters"),
+        ("steps", 4, "of a client of FedAvg in a round"),
+        ("batch", 8, "samples of 128 bytes in such a step"),
+        ("bits", 7, "of a number of ours"),
+        ("orders", 3, "of the data, for all together"),
+        ("rank", 32, "of adapters"),
         ("width", 128, "of the network"),
         ("layers", 4, "of the network"),
         ("base-steps", 400, "of the base on Python's library"),
         ("seed", 0, "of who drops out"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
-    parser.add_argument("--lr", type=float, default=5e-3, help="of all recipes (5e-3)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="of all recipes, at first (1e-2)")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
     asked = parser.parse_args()
     about = taken_with("benchmarks.federated", "flwr", "peft", "transformers")
     with tempfile.TemporaryDirectory() as kept:
-        found = _measured(Path(kept), asked)
-    found = {"about": about, "asked": {**vars(asked), "results": None}, **found}
-    page = _page(found, asked) + f"\n{signature(about)}\n"
-    print(page)
-    keep(folder_of(asked.results, about), "federated", found, page)
+        for found in _measured(Path(kept), asked):
+            told = {"about": about, "asked": {**vars(asked), "results": None}, **found}
+            page = _page(told, asked) + f"\n{signature(about)}\n"
+            print(page)
+            keep(folder_of(asked.results, about), "federated", told, page)
 
 
-def _measured(folder: Path, asked: Any) -> dict[str, Any]:
+def _measured(folder: Path, asked: Any) -> Iterator[dict[str, Any]]:
+    """What is found: without the second of our recipes, and with it."""
     held_out = _write_texts(folder)
     base = _base(folder, asked)
     job = ADAPTERS.format(base=base, **{**vars(asked), "alpha": 2 * asked.rank})
@@ -149,37 +157,57 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         f'[[data.sources]]\nname = "{name}"\nsource = "{folder / name}.jsonl"\nweight = 1\n'
         for name in SOURCES
     )
-    (folder / "clients_job.toml").write_text(clients)
-    (folder / "ours.toml").write_text(FEDERATE.format(**vars(asked)))
+    changes = f"steps = {asked.steps}"
+    gradients = 'tells = "gradients"\nbits = {}\ntold = {}'
+    for name, told in (
+        ("ours", gradients.format(asked.bits, 1.0)),
+        ("ours_few", gradients.format(FEW, SHARE)),
+        ("fedavg", changes),
+        ("fedavg_secagg", changes),
+    ):
+        text = clients if told == changes else clients.replace(*_whole_batch(asked))
+        (folder / f"{name}_job.toml").write_text(text)
+        (folder / f"{name}.toml").write_text(FEDERATE.format(name=name, told=told, **vars(asked)))
     dropped, losses = _dropped(asked), {}
 
     def look(name: str, adapters: Path) -> None:
         losses[name] = _held_out_loss(base, adapters, held_out)
         print(f"{name}: {losses[name]:.4f} nats a byte", flush=True)
 
-    ours = folder / "ours"
-    with _dropping(ours, dropped) as watch:
-        _command("paceline", "federate", str(folder / "ours.toml"), "--out", str(ours))
-    recipes = {"ours": _told(ours, dropped)}
-    look("ours", ours / "adapters")
+    recipes: dict[str, Any] = {}
+    off: dict[str, list[float]] = {}
+
+    def federate(name: str) -> None:
+        out = folder / name
+        with _dropping(out, dropped, first=0) as watch:
+            _command("paceline", "federate", str(folder / f"{name}.toml"), "--out", str(out))
+        recipes[name], off[name] = _told(out, dropped), watch.off
+        look(name, out / "adapters")
+
+    federate("ours")
     for name, rounds in (("fedavg", asked.rounds), ("fedavg_secagg", asked.secagg_rounds)):
-        with _dropping(folder / name, dropped):
+        with _dropping(folder / name, dropped, first=1):
             _flower(folder, name, rounds)
         recipes[name] = _told(folder / name, dropped)
         if rounds == asked.rounds:
             look(name, folder / name / "adapters")
-    look("together", _together(folder, job, asked))
+    for order in range(asked.orders):
+        look(f"together {order}", _together(folder, job, asked, order))
     look("base", folder / "first")
+    ours = folder / "ours"
     rows = [
         len((ours / "clients" / str(each) / "data.jsonl").read_text().splitlines())
         for each in range(asked.clients)
     ]
-    return {
-        "recipes": recipes, "losses": losses, "rows": rows, "mean_off": watch.mean_off,
+    found = {
+        "recipes": recipes, "losses": losses, "rows": rows, "off": off,
         "dropped": {number: sorted(each) for number, each in dropped.items()},
         "held_out_bytes": len(held_out),
         "numbers": {each: len(vector_of(read_tensors(ours / "adapters"), each)) for each in "ab"},
     }  # fmt: skip
+    yield found
+    federate("ours_few")
+    yield found
 
 
 # ---- data and base ------------------------------------------------------------------------------
@@ -219,16 +247,22 @@ def _base(folder: Path, asked: Any) -> Path:
     return folder / "base"
 
 
-def _together(folder: Path, job: str, asked: Any) -> Path:
+def _whole_batch(asked: Any) -> tuple[str, str]:
+    """What makes of a Job for a client's steps one for a single step on their samples."""
+    return f"global_batch = {asked.batch}\n", f"global_batch = {asked.batch * asked.steps}\n"
+
+
+def _together(folder: Path, job: str, asked: Any, order: int) -> Path:
     names = ", ".join(f'"{folder / name}.jsonl"' for name in SOURCES)
     (folder / "together.toml").write_text(f"{job}source = [{names}]\n")
-    batch = asked.batch * (asked.clients - asked.clients // 4)
+    batch = asked.batch * asked.steps * (asked.clients - asked.clients // 4)
+    out = folder / f"together_{order}"
     _command(
-        "paceline.federate.client_round", str(folder / "together.toml"), str(folder / "together"),
-        f"train.steps={asked.rounds * asked.steps}", f"train.global_batch={batch}",
+        "paceline.federate.client_round", str(folder / "together.toml"), str(out),
+        f"train.global_batch={batch}", f"train.seed={order}",
         f"finetune.adapters={folder / 'first'}",
     )  # fmt: skip
-    return folder / "together"
+    return out
 
 
 def _held_out_loss(base: Path, adapters: Path, text: bytes) -> float:
@@ -261,18 +295,19 @@ def _command(module: str, *arguments: str, cwd: Path | None = None) -> None:
 
 def _flower(folder: Path, name: str, rounds: int) -> None:
     """Rounds of the peer, from the very parts and adapters that ours began with."""
-    begun = prepare(folder / "ours.toml", [], folder / name, read_job)
+    begun = prepare(folder / f"{name}.toml", [], folder / name, read_job)
     if not (folder / "first").exists():
         _copy_adapters(begun.folder / "adapters", folder / "first")
     rows = [
         (begun.folder / "clients" / str(n) / "data.jsonl").read_text().count("\n")
         for n in range(begun.asked.clients)
     ]
-    secagg = {"secagg": name == "fedavg_secagg", "rows": max(rows)}
+    told = {"secagg": name == "fedavg_secagg", "rows": max(rows), "steps": begun.asked.steps}
     ends = {"server": f"{PEER}.server", "client": f"{PEER}.client"}
-    write_app(begun.folder / "app", {**begun.stated, "rounds": rounds, **secagg}, ends)
+    write_app(begun.folder / "app", {**begun.stated, "rounds": rounds, **told}, ends)
     home, logs = begun.folder / "flower", begun.folder / "logs"
-    with running(begun.folder / "app", home, begun.asked.clients, logs) as run:
+    ends_in = begun.folder / "clients"
+    with running(begun.folder / "app", home, begun.asked.clients, logs, ends_in) as run:
         while len(lines := _lines(begun.folder)) < rounds:
             if run.poll() is not None and len(_lines(begun.folder)) < rounds:
                 raise SystemExit(
@@ -299,71 +334,81 @@ def _dropped(asked: Any) -> dict[int, set[int]]:
     stream = np.random.default_rng(asked.seed)
     return {
         number: set(stream.choice(asked.clients, asked.clients // 4, replace=False).tolist())
-        for number in range(1, asked.rounds + 1)
+        for number in range(asked.rounds + 1)
     }
 
 
 class _Watch(threading.Thread):
-    """Kills clients while they train, and follows what the others tell."""
+    """Kills clients while they compute, and follows what the others tell."""
 
-    def __init__(self, folder: Path, dropped: dict[int, set[int]]) -> None:
+    def __init__(self, folder: Path, dropped: dict[int, set[int]], first: int) -> None:
         super().__init__(daemon=True)
-        self._folder, self._dropped = folder, dropped
-        self._before: dict[str, Any] = {}
-        self._errors: dict[tuple[int, str], Any] = {}
+        self._folder, self._dropped, self._first = folder, dropped, first
+        self._server: ServerOptimizer | None = None
+        self._kept: dict[int, Any] = {}
         self.over = threading.Event()
-        self.mean_off: list[float] = []
-        """Of each round: the farthest that a number of the mean is from the clients' own."""
+        self.off: list[float] = []
+        """Of each round of ours: the farthest that a number of the adapters is from what the
+        server's optimizer makes of the mean of what clients told."""
 
     def run(self) -> None:
-        while not self.over.wait(0.5):
-            number = len(_lines(self._folder)) + 1
-            if not self._before and (self._folder / "app").exists():
-                self._before = read_tensors(self._folder / "adapters")
-            clients = self._folder / "clients"
-            _kill({str(clients / f"{n}/round-{number}") for n in self._dropped.get(number, ())})
-            if number > len(self.mean_off) + 1:
-                self._check(number - 1)
+        clients, number, began = self._folder / "clients", -1, 0.0
+        left: set[int] = set()
+        while not self.over.wait(0.1):
+            if not (self._folder / "app").exists():
+                continue
+            now = len(_lines(self._folder)) + self._first
+            if now != number:
+                if now > self._first and not self._first:
+                    self._check(now - 1)
+                number, began = now, time.time()
+                left = set(self._dropped.get(number, ()))
+                if self._server is None and not self._first:
+                    adapters = read_tensors(self._folder / "adapters")
+                    self._server = ServerOptimizer(self._folder, adapters)
+            for client in list(left):
+                own = clients / str(client)
+                # It stays alive until it is asked, or another one would be there by then.
+                has_it = (own / "adapters" / TENSORS_FILE).stat().st_mtime > began
+                if _signal(own, signal.SIGKILL if has_it else signal.SIGSTOP) and has_it:
+                    left.remove(client)
 
     def _check(self, number: int) -> None:
-        """Of ours: the mean of what clients told against the change of the shared adapters."""
-        factor = factor_of(number)
-        after, told = read_tensors(self._folder / "adapters"), []
+        """Take the step of a round that is over, and compare."""
+        total, samples = 0.0, 0
         for client in range(len(list((self._folder / "clients").iterdir()))):
             own = self._folder / "clients" / str(client)
-            if client in self._dropped[number] or not (own / f"error-{factor}.npy").exists():
+            if client in self._dropped[number] or not (own / "error-gradient.npy").exists():
                 continue
-            error = np.load(own / f"error-{factor}.npy")
-            kept = self._errors.get((client, factor), np.zeros_like(error))
-            trained = vector_of(read_tensors(own / f"round-{number}"), factor)
-            told.append(trained - vector_of(self._before, factor) + kept - error)
-            self._errors[client, factor] = error
-        if told:
-            change = vector_of(after, factor) - vector_of(self._before, factor)
-            self.mean_off.append(float(np.abs(np.mean(told, axis=0) - change).max()))
-        else:
-            self.mean_off.append(float("nan"))  # FedAvg has no grid
-        self._before = after
+            kept = np.load(own / "error-gradient.npy")
+            gradient = vector_of(read_tensors(own / GRADIENT), "all")
+            told = gradient + self._kept.get(client, 0.0) - kept
+            self._kept[client] = kept
+            total, samples = total + told, samples + read_job(own / "job.toml").train.global_batch
+        if number and self._server is not None:
+            after = vector_of(self._server.step(number - 1, total / samples), "all")
+            shared = vector_of(read_tensors(self._folder / "adapters"), "all")
+            self.off.append(float(np.abs(after - shared).max()))
 
 
-def _kill(outs: set[str]) -> None:
-    """End whoever trains to one of these folders."""
+def _signal(client: Path, number: int) -> bool:
+    """Whether the process that computes for a client was there to get a signal."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "paceline.federate.client_round" in line and not outs.isdisjoint(line):
+        if "paceline.federate.client_gradients" in line and line[-1] == str(client):
             with suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.send_signal(number)
+                return True
+    return False
 
 
 @contextmanager
-def _dropping(folder: Path, dropped: dict[int, set[int]]) -> Iterator[_Watch]:
-    watch = _Watch(folder, dropped)
+def _dropping(folder: Path, dropped: dict[int, set[int]], first: int) -> Iterator[_Watch]:
+    watch = _Watch(folder, dropped, first)
     watch.start()
     try:
         yield watch
-        deadline = time.monotonic() + 60
-        while len(watch.mean_off) < len(_lines(folder)) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        time.sleep(5)  # the last round is looked at
     finally:
         watch.over.set()
         watch.join()
@@ -387,44 +432,59 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
 
 def _page(found: dict[str, Any], asked: Any) -> str:
     losses, recipes = found["losses"], found["recipes"]
-    ours = recipes["ours"]["upload_bytes"]
-    titles = (
-        "recipe",
-        "upload of a client in a round",
-        "times ours",
-        "held-out loss",
-        "together's",
-    )
+    plain, secret = (recipes[name]["upload_bytes"] for name in ("fedavg", "fedavg_secagg"))
     names = {
         "ours": f"paceline federate, SecAgg+, {asked.bits} bits",
+        "ours_few": f"paceline federate, SecAgg+, {FEW} bits",
         "fedavg": "Flower's FedAvg, fp32",
         "fedavg_secagg": "Flower's FedAvg and SecAgg+",
     }
+    titles = (
+        "recipe",
+        "upload of a client in a round",
+        "of FedAvg's",
+        "of FedAvg's with SecAgg+",
+        "held-out loss",
+        "together's",
+    )
+    together = [loss for name, loss in losses.items() if name.startswith("together")]
+    mean = sum(together) / len(together)
+
+    def told(loss: float | None) -> tuple[str, str]:
+        return ("", "") if loss is None else (f"{loss:.4f}", f"{loss / mean - 1:+.2%}")
+
     lines: list[Sequence[str]] = []
     for key, name in names.items():
+        if key not in recipes:
+            continue
         upload = recipes[key]["upload_bytes"]
-        loss = losses.get(key)
-        lines.append((name, bytes_text(upload), f"{upload / ours:.2f}", *_loss(loss, losses)))
-    lines.append(("all data together", "", "", *_loss(losses["together"], losses)))
-    lines.append(("no adapters", "", "", *_loss(losses["base"], losses)))
-    off, counts = max(found["mean_off"]), found["numbers"]
+        shares = (f"1 / {plain / upload:.2f}", f"1 / {secret / upload:.2f}")
+        lines.append((name, bytes_text(upload), *shares, *told(losses.get(key))))
+    lines += [
+        ("all data together", "", "", "", *told(mean)),
+        *(
+            (f"all data together, order {order}", "", "", "", *told(loss))
+            for order, loss in enumerate(together)
+        ),
+        ("no adapters", "", "", "", *told(losses["base"])),
+    ]
+    counts = found["numbers"]
     masked = len(recipes["fedavg_secagg"]["rounds"])
+    each = asked.batch * asked.steps
+    farthest = " and ".join(f"{max(each):.1e}" for each in found["off"].values())
     return f"""# Federated adapters
 
 {markdown(titles, lines, ("recipe",))}
 {asked.clients} clients with {min(found["rows"])} to {max(found["rows"])} rows, of whom
-{asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with
-SecAgg+). A round has {asked.steps} steps of {asked.batch} times {SEQ} bytes, learning rate
-{asked.lr:g}. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and {counts["b"]:,}
-in B. In no round is a number of the server's mean farther than {off:.1e} from the mean of what
-clients told. Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
+{asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
+A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on each client, one of
+ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
+together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate falls from
+{asked.lr:g} by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
+{counts["b"]:,} in B. Numbers of the adapters are at most {farthest} from what the server's
+optimizer makes of the mean of what clients told. Losses are in nats a byte, of
+{found["held_out_bytes"]:,} held-out bytes.
 """
-
-
-def _loss(loss: float | None, losses: dict[str, float]) -> tuple[str, str]:
-    if loss is None:
-        return "", ""
-    return f"{loss:.4f}", f"{loss / losses['together'] - 1:+.2%}"
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Flower's own recipe for LoRA: FedAvg of both matrices of all adapters in fp32.
 
-What FlowerTune's example does: a client trains all adapters and uploads them, the server averages
-them by the clients' numbers of rows (`flwr.server.strategy.FedAvg`). With `secagg` the messages go
-through Flower's SecAgg+ as its own example sets it up; the shares of keys are those of all clients,
-so that it survives what ours has to. Training is the process that `paceline federate` starts, from
-the same Job, so the recipes alone differ.
+What FlowerTune's example does: a client makes some steps of AdamW on all adapters and uploads them,
+the server averages them by the clients' numbers of rows (`flwr.server.strategy.FedAvg`); the
+learning rate falls by a cosine over the rounds. With `secagg` the messages go through Flower's
+SecAgg+ as its own example sets it up; the shares of keys are those of all clients, so that it
+survives what ours has to. Gradients come of the process that `paceline federate` has them from, so
+the recipes alone differ.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import Context, Message
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -24,29 +27,61 @@ from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 
-from paceline.federate.client_app import train_round
+from paceline.config.job import read_job
+from paceline.federate import gradients_process
 from paceline.federate.server_app import sent_bytes
-from paceline.federate.shared_file import read_tensors, write_tensors
+from paceline.federate.server_optimizer import JOB_FILE
+from paceline.federate.shared_file import GRADIENT, read_tensors, write_tensors
 from paceline.observe.events import append_line
+from paceline.train.learning_rates import learning_rate
 
 
 class _Client(NumPyClient):
-    def __init__(self, folder: Path, cwd: str) -> None:
-        self._folder, self._cwd = folder, cwd
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._steps = folder, steps
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
         given = self._folder / "adapters"
-        write_tensors(given, dict(zip(read_tensors(given), parameters, strict=True)))
-        train_round(self._folder, self._cwd, int(config["round"]), "both")
-        after = read_tensors(self._folder / f"round-{config['round']}")
+        names = list(read_tensors(given))
+        trained = [each.astype(np.float64) for each in parameters]
+        adamw = _AdamW(trained, config["lr"])
+        for step in range(self._steps):
+            write_tensors(given, _by_name(names, trained))
+            samples = gradients_process.compute((int(config["round"]) - 1) * self._steps + step)
+            found = read_tensors(self._folder / GRADIENT).values()
+            adamw.step([each.astype(np.float64) / samples for each in found])
         rows = len((self._folder / "data.jsonl").read_text().splitlines())
-        return list(after.values()), rows, {}
+        return list(_by_name(names, trained).values()), rows, {}
+
+
+class _AdamW:
+    """With Paceline's defaults, with which all others train (https://arxiv.org/abs/1711.05101); in
+    NumPy, since each message is answered by a process that would import torch first."""
+
+    def __init__(self, trained: list[Any], lr: float) -> None:
+        self._trained, self._lr, self._done = trained, lr, 0
+        self._means = [(np.zeros_like(each), np.zeros_like(each)) for each in trained]
+
+    def step(self, gradients: list[Any]) -> None:
+        """Clip to a norm of 1, and step in place."""
+        self._done += 1
+        norm = math.sqrt(sum(float(np.square(each).sum()) for each in gradients))
+        firsts, seconds = 1 - 0.9**self._done, 1 - 0.95**self._done
+        for p, gradient, (m, v) in zip(self._trained, gradients, self._means, strict=True):
+            clipped = gradient * min(1.0, 1.0 / (norm + 1e-6))
+            m += 0.1 * (clipped - m)
+            v += 0.05 * (np.square(clipped) - v)
+            p -= self._lr * (0.1 * p + m / firsts / (np.sqrt(v / seconds) + 1e-8))
+
+
+def _by_name(names: list[str], trained: list[Any]) -> dict[str, Any]:
+    return {name: each.astype(np.float32) for name, each in zip(names, trained, strict=True)}
 
 
 def _client_of(context: Context) -> Any:
     stated = context.run_config
     folder = Path(str(stated["folder"])) / "clients" / str(context.node_config["client"])
-    return _Client(folder, str(stated["cwd"])).to_client()
+    return _Client(folder, int(stated["steps"])).to_client()
 
 
 def _if_asked(message: Message, context: Context, call_next: Any) -> Message:
@@ -64,9 +99,14 @@ class _Strategy(FedAvg):
         first = ndarrays_to_parameters(list(read_tensors(self._folder).values()))
         super().__init__(
             fraction_evaluate=0.0, min_available_clients=int(stated["clients"]),
-            on_fit_config_fn=lambda number: {"round": number}, initial_parameters=first,
+            on_fit_config_fn=self._config, initial_parameters=first,
         )  # fmt: skip
+        self._optim = read_job(Path(stated["folder"]) / JOB_FILE, []).optim
+        self._rounds = int(stated["rounds"])
         self.answered = 0
+
+    def _config(self, number: int) -> dict[str, Any]:
+        return {"round": number, "lr": learning_rate(self._optim, number - 1, self._rounds)}
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         self.answered = len(results)

@@ -31,12 +31,16 @@ class Federate(FrozenConfig):
     job: str
     """File of the Job that each client trains on its part of the data, beside this one. With
     `finetune.method` = "lora" adapters are shared, else all weights that it trains."""
+    tells: Literal["changes", "gradients"] = "changes"
+    """What a client tells in a round. "changes": what `steps` of its own come to; few rounds learn
+    something. "gradients": that of one batch, and the server makes the step: as many rounds as one
+    process needs steps, and about its loss."""
     clients: int = Field(8, ge=3, le=1000)
     """That there are."""
     rounds: int = Field(10, gt=0, le=10**6)
     """How often changes of adapters are summed."""
     steps: Count = 20
-    """Optimizer steps of a client in a round."""
+    """Optimizer steps of a client in a round, if it tells changes."""
     share: float = Field(1.0, gt=0, le=1)
     """Of the clients, drawn anew for each round; at least 3 take part."""
     least: float = Field(0.5, gt=0, le=1)
@@ -48,7 +52,11 @@ class Federate(FrozenConfig):
     alpha: float = Field(0.5, gt=0, le=1e6)
     """Of "dirichlet": the smaller, the less alike are the clients' parts."""
     bits: int = Field(4, ge=2, le=16)
-    """Of a number of a change, before masks add log2 of the clients that take part."""
+    """Of a number of a change, before masks add log2 of the clients that take part; of a gradient,
+    masks and all."""
+    told: float = Field(1.0, gt=0, le=1)
+    """Share of the numbers of a gradient that a client tells; what the others were is added to the
+    next one."""
     timeout_s: float = Field(600.0, gt=0, le=1e6)
     """A client that hasn't answered after so long has dropped out of the round."""
     privacy: Privacy | None = None
@@ -80,4 +88,16 @@ def read_federate(file: Path) -> Federate:
             f'federate.alpha has no effect with split = "{found.split}": leave it out, or use '
             'split = "dirichlet".'
         )
+    if found.tells == "changes" and "told" in found.model_fields_set:
+        raise InputError(
+            'federate.told has no effect with tells = "changes": leave it out, or use '
+            'tells = "gradients".'
+        )
+    if found.tells == "gradients":
+        for name in ("steps", "privacy"):
+            if name in found.model_fields_set:
+                raise InputError(
+                    f'federate.{name} is not for tells = "gradients", where a round is a step of '
+                    'the server: leave it out, or use tells = "changes".'
+                )
     return found

@@ -7,7 +7,7 @@ as 8 bytes each, it leaves the bits that they have.
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flwr.app import Context, Message
@@ -18,16 +18,29 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.compat.client.numpy_client import NumPyClient
 
-from paceline.federate.grid import Floats, OnGrid, modulus_bits, on_grid, packed
+from paceline.federate import gradients_process
+from paceline.federate.gradients import Scale, Telling
+from paceline.federate.grid import Floats, Ints, on_grid
 from paceline.federate.privacy import on_grid_within
-from paceline.federate.rounds import Factor, Shares, with_size
+from paceline.federate.rounds import Factor, Shares, form_of, with_size
 from paceline.federate.shared_file import (
+    GRADIENT,
     WEIGHTS_FILE,
+    Tensors,
     read_tensors,
     trained_names,
     vector_of,
     write_tensors,
 )
+
+
+class _Told(NamedTuple):
+    values: Ints
+    """(m,) what the server gets the sum of."""
+    kept: Path
+    """File of what isn't told."""
+    error: Floats
+    """(n,) what is in it from now on."""
 
 
 class _Client(NumPyClient):
@@ -37,36 +50,56 @@ class _Client(NumPyClient):
         self._folder, self._stated = folder, stated
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
-        """Train, and give the change on the grid: (n + TOLD,), with privacy (n,).
+        """Take what is shared, and tell what this client makes of it: whole numbers, (m,).
 
-        The error of what is told stays here until the same is trained again.
+        What they leave out stays here until the same is told again.
         """
-        factor: Factor = config["factor"]
         shares: Shares = self._stated["shares"]
         given = self._folder / shares
         names = read_tensors(given, trained_names(Path(self._stated["folder"])))
         before = dict(zip(names, parameters, strict=True))
         write_tensors(given, before)
-        train_round(self._folder, self._stated["cwd"], int(config["round"]), factor, shares)
-        after = read_tensors(self._folder / f"round-{config['round']}", before)
-        for older in self._folder.glob(f"round-*/{WEIGHTS_FILE}"):  # whole networks: one is enough
-            if older.parent.name != f"round-{config['round']}":
-                older.unlink()
-        kept = self._folder / f"error-{factor}.npy"
-        change = vector_of(after, factor) - vector_of(before, factor)
-        if kept.exists():
-            change += np.load(kept)
-        if not np.isfinite(change).all():
-            raise ValueError(f"round {config['round']} came to numbers that are not finite")
-        values, error = self._told(change, config["limit"], np.random.default_rng())
-        np.save(kept, error[: len(change)])
+        told = self._change if self._stated["tells"] == "changes" else self._gradient
+        values, kept, error = told(before, int(config["round"]), config)
+        np.save(kept, error)
         return [values.astype(np.float64)], 1, {}
 
-    def _told(self, change: Floats, limit: float, stream: np.random.Generator) -> OnGrid:
+    def _change(self, before: Tensors, number: int, config: dict[str, Any]) -> _Told:
+        """Train for a while; with the size of the change, unless there is privacy."""
+        factor: Factor = config["factor"]
+        train_round(self._folder, self._stated["cwd"], number, factor, self._stated["shares"])
+        after = read_tensors(self._folder / f"round-{number}", before)
+        for older in self._folder.glob(f"round-*/{WEIGHTS_FILE}"):  # whole networks: one is enough
+            if older.parent.name != f"round-{number}":
+                older.unlink()
+        kept = self._folder / f"error-{factor}.npy"
+        change = _with_kept(vector_of(after, factor) - vector_of(before, factor), kept, number)
+        limit, stream = config["limit"], np.random.default_rng()
         bits, clip = int(self._stated["bits"]), float(self._stated["clip"])
         if clip:
-            return on_grid_within(change, limit, bits, clip, stream)
-        return on_grid(with_size(change, limit), limit, bits, stream)
+            values, error = on_grid_within(change, limit, bits, clip, stream)
+        else:
+            values, error = on_grid(with_size(change, limit), limit, bits, stream)
+        return _Told(values, kept, error[: len(change)])
+
+    def _gradient(self, before: Tensors, number: int, config: dict[str, Any]) -> _Told:
+        """The gradient of a batch, of which round 0 tells the sizes alone."""
+        samples = gradients_process.compute(number)
+        kept = self._folder / "error-gradient.npy"
+        found = read_tensors(self._folder / GRADIENT, before)
+        gradient = _with_kept(vector_of(found, "all"), kept, number)
+        counts = [each.size for each in before.values()]
+        telling = Telling(counts, number, float(self._stated["told"]))
+        values, error = telling.told(gradient, samples, Scale.of_json(config["scale"]))
+        return _Told(values, kept, error)
+
+
+def _with_kept(asked: Floats, kept: Path, number: int) -> Floats:
+    if kept.exists():
+        asked = asked + np.load(kept)
+    if not np.isfinite(asked).all():
+        raise ValueError(f"round {number} came to numbers that are not finite")
+    return asked
 
 
 def train_round(
@@ -104,10 +137,8 @@ def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> M
     reply = call_next(message, context)
     records = reply.content.config_records if reply.has_content() else {}
     if Key.MASKED_PARAMETERS in (answer := records.get(RECORD_KEY_CONFIGS, {})):
-        parts = [bytes_to_ndarray(raw) for raw in answer[Key.MASKED_PARAMETERS]]
-        stated = context.run_config
-        bits = modulus_bits(int(stated["bits"]), int(stated["taking-part"]))
-        answer[Key.MASKED_PARAMETERS] = [packed(np.concatenate(parts), bits)]
+        values = np.concatenate([bytes_to_ndarray(raw) for raw in answer[Key.MASKED_PARAMETERS]])
+        answer[Key.MASKED_PARAMETERS] = [form_of(context.run_config, len(values)).packed(values)]
     return reply
 
 

@@ -23,10 +23,12 @@ from paceline.config.job_sections import Checkpoint, Data, Observe
 from paceline.config.mixture import Source
 from paceline.config.model import Model
 from paceline.config.urls import is_url
+from paceline.federate.gradients import least_bits
 from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import Shares
-from paceline.federate.shared_file import TRAINED_FILE
+from paceline.federate.server_optimizer import JOB_FILE
+from paceline.federate.shared_file import TRAINED_FILE, read_tensors, trained_names
 from paceline.federate.split import clients_of_rows
 from paceline.models.adapters import adapted_layers
 from paceline.models.names import TensorSource, sources
@@ -103,6 +105,13 @@ def prepare(
     given = read(file.parent / asked.job, list(overrides))
     spec = _of_client(given, asked)
     job = _checked(spec)
+    if asked.tells == "gradients":
+        _check_steps_of_server(job)
+        if asked.bits < (least := least_bits(asked.taking_part)):
+            raise InputError(
+                f"federate.bits = {asked.bits} are too few for the sum of {asked.taking_part} "
+                f"clients' gradients: give at least {least}."
+            )
     parts = _parts(asked, given)
     noise = noise_for(asked.privacy, asked.clients, asked.rounds) if asked.privacy else 0.0
     folder = (out or Path("federated") / file.stem).absolute()
@@ -116,10 +125,22 @@ def prepare(
         raise InputError(
             f"{folder} can't be written ({error.strerror}): give another --out."
         ) from None
-    _write_start(folder, job)
+    write_start(folder, job)
+    write_atomic(folder / JOB_FILE, to_toml(spec))
     for client, part in enumerate(parts):
-        _write_client(folder, client, part, spec, _shares(job))
+        batch = job.train.global_batch
+        if asked.tells == "gradients":
+            share = len(part[1]) * asked.clients / sum(len(rows) for _, rows in parts)
+            batch = _multiple(batch * share, spec.layout.micro_batch)
+        own = spec.replace(train=spec.train.replace(global_batch=batch))
+        _write_client(folder, client, part, own, _shares(job))
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
+
+
+def _multiple(samples: float, micro_batch: int | str) -> int:
+    """The nearest batch of whole micro-batches, where their size is stated."""
+    unit = micro_batch if isinstance(micro_batch, int) else 1
+    return unit * max(1, round(samples / unit))
 
 
 def _of_client(spec: JobSpec, asked: Federate) -> JobSpec:
@@ -132,7 +153,11 @@ def _of_client(spec: JobSpec, asked: Federate) -> JobSpec:
         cluster=spec.cluster.replace(devices_per_node=1, num_nodes=1),
         data=_as_one(spec.data),
         train=spec.train.replace(
-            steps=asked.steps, epochs=None, tokens=None, eval_every=0, patience=0
+            steps=asked.steps if asked.tells == "changes" else asked.rounds,
+            epochs=None,
+            tokens=None,
+            eval_every=0,
+            patience=0,
         ),
         checkpoint=Checkpoint(every=0),
         observe=Observe(tensorboard=False, profile_every=0),
@@ -196,6 +221,29 @@ def _checked(spec: JobSpec) -> Job:
                 "optim.groups leave every parameter as it is: give some an lr_factor above 0."
             )
     return job
+
+
+def _check_steps_of_server(job: Job) -> None:
+    """Refuse what the server's steps don't do.
+
+    Raises:
+        InputError: it is asked for.
+    """
+    assert isinstance(job.model, Model)
+    plain = all(
+        each.lr_factor in (0.0, 1.0) and each.model_fields_set <= {"pattern", "lr_factor"}
+        for each in job.optim.groups
+    )
+    for name, is_so, change in (
+        ("optim.name", job.optim.name not in ("adamw", "sgd", "lion"), "adamw, sgd or lion"),
+        ("optim.groups", not plain, "groups with no setting but lr_factor = 0"),
+        ("model.parametrization", job.model.parametrization is not None, "none"),
+    ):
+        if is_so:
+            raise InputError(
+                f'federate.tells = "gradients" steps on the server, which takes no such {name}: '
+                f'use {change}, or tells = "changes".'
+            )
 
 
 def _shares(job: Job) -> Shares:
@@ -272,7 +320,7 @@ def _files(names: str | Sequence[str]) -> list[Path]:
     return found
 
 
-def _write_start(folder: Path, job: Job) -> None:
+def write_start(folder: Path, job: Job) -> None:
     """The adapters or weights that everybody starts from."""
     assert isinstance(job.model, Model)
     if _shares(job) == "weights":
@@ -314,11 +362,15 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
         "folder": str(folder),
         "shares": _shares(job),
         "cwd": str(Path.cwd()),
+        "tells": asked.tells,
         "clients": asked.clients,
         "rounds": asked.rounds,
         "taking-part": asked.taking_part,
         "least": asked.least,
         "bits": asked.bits,
+        "told": asked.told,
+        # Of a gradient, what is packed as a whole: Flower's factor, samples, a size each tensor.
+        "head": 2 + len(read_tensors(folder / _shares(job), trained_names(folder))),
         "timeout": asked.timeout_s,
         # A number moves by no more than about the learning rate in a step of AdamW.
         "limit": job.optim.lr * asked.steps,
@@ -336,18 +388,20 @@ def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
         markup=False,
     )
     lines: list[dict[str, Any]] = []
+    told_in = folder / "clients" if asked.tells == "gradients" else None
+    number = asked.rounds + (asked.tells == "gradients")  # one before that tells sizes
     with (
         _ended_by_signals(),
-        running(folder / "app", folder / "flower", asked.clients, folder / "logs") as run,
+        running(folder / "app", folder / "flower", asked.clients, folder / "logs", told_in) as run,
     ):
-        while len(lines) < asked.rounds:
+        while len(lines) < number:
             is_over = run.poll() is not None
             for line in _rounds(folder)[len(lines) :]:
                 lines.append(line)
                 _CONSOLE.print(_text(line), markup=False)
-            if is_over and len(lines) < asked.rounds:
+            if is_over and len(lines) < number:
                 raise RunError(
-                    f"Flower's run ended after {len(lines)} of {asked.rounds} rounds: "
+                    f"Flower's run ended after {len(lines)} of {number} rounds: "
                     f"{folder / 'logs' / 'run.log'} says why."
                 )
             time.sleep(_POLL_S)
@@ -372,7 +426,9 @@ def _text(line: dict[str, Any]) -> str:
     upload = bytes_text(line["upload_bytes"] / max(1, line["answered"]))
     took = duration_text(line["seconds"])
     told = f", epsilon {line['epsilon']:.3g} so far" if "epsilon" in line else ""
-    what = "weights" if line["factor"] == "all" else line["factor"].upper()
+    what = {"all": "weights", "gradient": "gradient"}.get(line["factor"], line["factor"].upper())
+    if not line["round"]:
+        what = "sizes"
     return f"{text}, {what} summed, {upload} from each, {took}{told}"
 
 

@@ -5,6 +5,10 @@ right in the mean, to one of 2 * half + 1 equally distant values. What clipping 
 away is added to the client's next change (error feedback, https://arxiv.org/abs/1901.09847). Zero
 is a value of the grid. SecAgg+ adds whole numbers modulo a power of two; `modulus_bits` is the
 smallest one that the sum of all clients can't reach, and `packed` gives each number so many bits.
+
+Numbers of a gradient need fewer. What clients tell may be known modulo any smaller power of two,
+for masks cancel there as well; so each number gets bits for the *likely* size of the sum, not for
+the largest of all (`Form`). `centred` finds the sum again, if it was no larger.
 """
 
 from typing import NamedTuple
@@ -21,9 +25,9 @@ def half_of(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def modulus_bits(bits: int, clients: int) -> int:
+def modulus_bits(half: int, clients: int) -> int:
     """Bits of a masked number: of the sum of values, each moved to 0 ... 2 * half."""
-    return (clients * 2 * half_of(bits)).bit_length()
+    return (clients * 2 * half).bit_length()
 
 
 class OnGrid(NamedTuple):
@@ -48,6 +52,40 @@ def on_grid(change: Floats, limit: float, bits: int, stream: np.random.Generator
     values = np.floor(change.clip(-limit, limit) / step + stream.random(change.shape))
     values = values.clip(-half_of(bits), half_of(bits)).astype(np.int64)
     return OnGrid(values, change - values * step)
+
+
+class Form(NamedTuple):
+    """How many bits a client's masked numbers get."""
+
+    wide_bits: int
+    """Of the first ones: those of the modulus that SecAgg+ adds by."""
+    num_wide: int
+    bits: int
+    """Of all others."""
+    count: int
+    """Numbers in all."""
+
+    def packed(self, values: Ints) -> bytes:
+        """Numbers of 0 ... 2^wide_bits - 1, the others cut to their lowest bits."""
+        wide, others = values[: self.num_wide], values[self.num_wide :]
+        return packed(wide, self.wide_bits) + packed(others, self.bits)
+
+    def unpacked(self, raw: bytes) -> Ints:
+        """What is left of `packed`'s numbers: (count,).
+
+        Raises:
+            ValueError: as `unpacked`.
+        """
+        end = (self.num_wide * self.wide_bits + 7) // 8
+        wide = unpacked(raw[:end], self.wide_bits, self.num_wide)
+        others = unpacked(raw[end:], self.bits, self.count - self.num_wide)
+        return np.concatenate([wide, others])
+
+
+def centred(sums: Ints, bits: int) -> Ints:
+    """Sums that are known modulo 2^bits, as the numbers nearest to zero that they can be."""
+    half = 1 << (bits - 1)
+    return (sums + half) % (1 << bits) - half
 
 
 def packed(values: Ints, bits: int) -> bytes:

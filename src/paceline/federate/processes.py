@@ -57,7 +57,9 @@ def write_app(folder: Path, config: Mapping[str, Any], ends: Mapping[str, str] =
 
 
 @contextmanager
-def running(app: Path, home: Path, clients: int, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    app: Path, home: Path, clients: int, logs: Path, folders: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start everything; the process that is given ends when the app's run is over.
 
     Args:
@@ -65,6 +67,7 @@ def running(app: Path, home: Path, clients: int, logs: Path) -> Iterator[subproc
         home: Flower's own files.
         clients: SuperNodes to start; each is told its number as "client".
         logs: folder of a log for each process.
+        folders: has a folder of each client that tells gradients; None: none does.
 
     Raises:
         RunError: the SuperLink didn't come up.
@@ -93,6 +96,11 @@ def running(app: Path, home: Path, clients: int, logs: Path) -> Iterator[subproc
             start(
                 f"client-{client}", "flower-supernode", "--insecure", "--superlink", link,
                 "--host", LOCAL_HOST, "--port", str(port), "--node-config", f"client={client}",
+                "--isolation", "process",
+            )  # fmt: skip
+            start(
+                f"client-{client}", Path(sys.executable).name, "-m", "paceline.federate.client_end",
+                f"{LOCAL_HOST}:{port}", *([] if folders is None else [str(folders / str(client))]),
             )  # fmt: skip
         yield start("run", "flwr", "run", str(app), "here", "--stream")
     finally:
@@ -105,6 +113,7 @@ def _start(command: Sequence[str], home: Path, log: Path) -> subprocess.Popen[by
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
     with log.open("ab") as out:

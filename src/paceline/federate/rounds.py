@@ -4,15 +4,18 @@ Where adapters are shared, one matrix of each is the same on all clients in a ro
 is, and the change of the other one is summed. So the mean of the products is the product of the
 mean, which it isn't where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B
 first, as it begins as zero and A has no gradient until it isn't. Of shared weights all that are
-trained change in every round.
+trained change in every round. Where clients tell gradients, all that is trained has one in every
+round (`gradients`).
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 
-from paceline.federate.grid import Floats
+from paceline.federate.gradients import HALF
+from paceline.federate.grid import Floats, Form, half_of, modulus_bits
 
 Factor = Literal["a", "b", "all"]
 Shares = Literal["adapters", "weights"]
@@ -52,3 +55,18 @@ def next_limit(limit: float, size: float) -> float:
 def limit_of_norm(norm: float, count: int) -> float:
     """The range of so many numbers whose L2 norm is stated: known to all, it need not be told."""
     return _WIDE * norm / math.sqrt(count)
+
+
+def half_told(stated: Mapping[str, Any]) -> int:
+    """The largest number that a client tells; the least is its negative."""
+    return half_of(int(stated["bits"])) if stated["tells"] == "changes" else HALF
+
+
+def form_of(stated: Mapping[str, Any], count: int) -> Form:
+    """How so many numbers of a client travel, of which the first is a factor of Flower's.
+
+    Those of a change all have the bits of their sum, of a gradient only those of its head.
+    """
+    head = count if stated["tells"] == "changes" else int(stated["head"])
+    wide = modulus_bits(half_told(stated), int(stated["taking-part"]))
+    return Form(wide, head, int(stated["bits"]), count)

@@ -1,0 +1,62 @@
+"""The process that computes a client's gradients, seen from the client's end.
+
+It stays from round to round, since its start costs more than a round. Forks of the client's end
+inherit its pipes: the number of a round goes in, and comes back when the gradient is in the folder.
+A lost one is started anew, and the fork that waits for it sees the end of its pipe.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_process: subprocess.Popen[bytes] | None = None
+
+
+def keep_running(folder: Path) -> None:
+    """Start it, unless it runs.
+
+    Args:
+        folder: the client's own; its log.txt has what the process says.
+    """
+    global _process
+    if _process is not None and _process.poll() is None:
+        return
+    end()
+    with (folder / "log.txt").open("ab") as log:
+        _process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.federate.client_gradients", str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+        )  # fmt: skip
+
+
+def end() -> None:
+    """End it, if it runs."""
+    global _process
+    if _process is not None:
+        with _process:  # closes its pipes and waits
+            _process.kill()
+        _process = None
+
+
+def compute(number: int) -> int:
+    """Have the gradient of a round computed, from what is shared in the client's folder.
+
+    Returns:
+        samples that it is the sum of.
+
+    Raises:
+        RuntimeError: the process is gone; the client's log.txt says why.
+    """
+    assert _process is not None
+    assert _process.stdin is not None
+    assert _process.stdout is not None
+    try:
+        os.write(_process.stdin.fileno(), b"%d\n" % number)
+    except BrokenPipeError:
+        raise RuntimeError("the process that computes gradients is gone") from None
+    while line := _process.stdout.readline():
+        done, samples = map(int, line.split())
+        if done == number:  # an older one is of a round that was given up
+            return samples
+    raise RuntimeError("the process that computes gradients is gone")

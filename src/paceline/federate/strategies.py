@@ -1,0 +1,211 @@
+"""What the server asks clients for in a round, and what it does with the sum."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server.strategy import Strategy
+
+from paceline.federate.gradients import Scale, Telling
+from paceline.federate.grid import Floats
+from paceline.federate.privacy import epsilon_of, noisy_mean
+from paceline.federate.rounds import (
+    TOLD,
+    Factor,
+    factor_of,
+    half_told,
+    limit_of_norm,
+    next_limit,
+)
+from paceline.federate.server_optimizer import ServerOptimizer
+from paceline.federate.shared_file import (
+    plus,
+    read_tensors,
+    trained_names,
+    vector_of,
+    write_tensors,
+)
+
+
+class Rounds(Strategy):
+    """Rounds of whatever clients tell; the global parameters are what is shared.
+
+    Args:
+        stated: what both ends are told.
+    """
+
+    first: ClassVar[int] = 1
+    """Number of the first round."""
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        self.stated = stated
+        self._shared = Path(stated["folder"]) / stated["shares"]
+        self.tensors = read_tensors(self._shared, trained_names(self._shared.parent))
+        self.bits, self.taking_part = int(stated["bits"]), int(stated["taking-part"])
+        self.asked = self.answered = 0
+        self.is_summed = False
+
+    @abstractmethod
+    def count(self, number: int) -> int:
+        """Numbers that a client tells in a round."""
+
+    @abstractmethod
+    def config(self, number: int) -> dict[str, Any]:
+        """What clients must know of a round."""
+
+    @abstractmethod
+    def take(self, number: int, mean: Floats) -> None:
+        """Change what is shared by the mean of what clients told."""
+
+    @abstractmethod
+    def line(self, number: int) -> dict[str, Any]:
+        """What the line of a round says of what is told, before it is."""
+
+    def privacy(self) -> dict[str, float]:
+        """What the rounds so far tell of a client at most; nothing where none is asked for."""
+        return {}
+
+    def initialize_parameters(self, client_manager: Any) -> Any:
+        """What the folder has."""
+        return self._parameters()
+
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
+        """Whom to ask, and what.
+
+        The first round waits until everybody is there.
+        """
+        if server_round == 1:
+            client_manager.wait_for(int(self.stated["clients"]), self.stated["timeout"])
+        self.asked = min(self.taking_part, client_manager.num_available())
+        self.answered, self.is_summed = 0, False
+        if self.asked < 3:
+            return []
+        number = server_round - 1 + self.first
+        asked = FitIns(parameters, {"round": number, **self.config(number)})
+        return [(client, asked) for client in client_manager.sample(self.asked)]
+
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[Any, FitRes]], failures: Any
+    ) -> Any:
+        """Take the mean; each result holds it, and nobody's own."""
+        self.answered = len(results)
+        if self.answered < self.stated["least"] * self.asked:
+            return None, {}
+        [mean] = parameters_to_ndarrays(results[0][1].parameters)
+        self.take(server_round - 1 + self.first, mean)
+        write_tensors(self._shared, self.tensors)
+        self.is_summed = True
+        return self._parameters(), {}
+
+    def evaluate(self, server_round: int, parameters: Any) -> None:
+        """Nothing: clients hold the data."""
+
+    def configure_evaluate(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
+        """Nobody is asked."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> Any:
+        """Nobody was asked."""
+        return None, {}
+
+    def _parameters(self) -> Any:
+        return ndarrays_to_parameters(list(self.tensors.values()))
+
+
+class Changes(Rounds):
+    """Clients train for themselves; the mean of their changes is added."""
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        super().__init__(stated)
+        self._clip, self._noise = float(stated["clip"]), float(stated["noise"])
+        factors = {factor_of(number, stated["shares"]) for number in (1, 2)}
+        self._limits: dict[Factor, float] = dict.fromkeys(factors, float(stated["limit"]))
+        if self._clip:
+            self._limits = {
+                each: limit_of_norm(self._clip, len(vector_of(self.tensors, each)))
+                for each in self._limits
+            }
+        self._num_summed = 0
+
+    def count(self, number: int) -> int:
+        """A change, and unless there is privacy its size."""
+        return self._size(number) + (0 if self._clip else TOLD)
+
+    def config(self, number: int) -> dict[str, Any]:
+        """What is trained, and the range of the change."""
+        factor = self._factor(number)
+        return {"factor": factor, "limit": self._limits[factor]}
+
+    def take(self, number: int, mean: Floats) -> None:
+        """Add the mean, with the noise that was asked for; the next range follows from it."""
+        factor = self._factor(number)
+        limit = self._limits[factor]
+        mean = mean * (limit / half_told(self.stated))
+        if self._clip:
+            stream = np.random.default_rng()
+            mean = noisy_mean(mean, self.answered, self._noise, self._clip, stream)
+        else:
+            mean, sizes = mean[:-TOLD], mean[-TOLD:]
+            self._limits[factor] = next_limit(limit, float(sizes.mean()))
+        self.tensors = plus(self.tensors, factor, mean)
+        self._num_summed += 1
+
+    def line(self, number: int) -> dict[str, Any]:
+        """Matrix and range."""
+        return {**self.config(number), "numbers": self._size(number)}
+
+    def privacy(self) -> dict[str, float]:
+        """See `Rounds`."""
+        if not self._clip:
+            return {}
+        delta = float(self.stated["delta"])
+        found = epsilon_of(self._noise, delta, self._num_summed)
+        return {"clip": self._clip, "noise": self._noise, "epsilon": found, "delta": delta}
+
+    def _factor(self, number: int) -> Factor:
+        return factor_of(number, self.stated["shares"])
+
+    def _size(self, number: int) -> int:
+        return len(vector_of(self.tensors, self._factor(number)))
+
+
+class Gradients(Rounds):
+    """Clients tell gradients of a batch each; the server makes a step with their mean."""
+
+    first = 0
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        super().__init__(stated)
+        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
+        self._sizes = np.zeros(len(self.tensors))
+        self._scale = Scale(self._sizes, 1.0)
+
+    def count(self, number: int) -> int:
+        """A head, and unless it is round 0 a gradient."""
+        telling = self._telling(number)
+        return telling.num_head + telling.num_told
+
+    def config(self, number: int) -> dict[str, Any]:
+        """How a gradient is told."""
+        return {"scale": self._scale.as_json()}
+
+    def take(self, number: int, mean: Floats) -> None:
+        """Step, but for the round that tells sizes alone."""
+        sums = np.rint(mean * self.answered).astype(np.int64)
+        telling = self._telling(number)
+        found = telling.understood(sums, self.answered, self._scale, self.bits)
+        if number:
+            self.tensors = self._optimizer.step(number - 1, found.mean)
+        self._scale = found.next_scale(self._sizes, self.taking_part, self.bits)
+        self._sizes = found.sizes
+
+    def line(self, number: int) -> dict[str, Any]:
+        """The step of the grid."""
+        told = {"factor": "gradient", "step": self._scale.step}
+        return {**told, "numbers": self._telling(number).num_told}
+
+    def _telling(self, number: int) -> Telling:
+        counts = [each.size for each in self.tensors.values()]
+        return Telling(counts, number, float(self.stated["told"]))

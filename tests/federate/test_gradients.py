@@ -1,0 +1,197 @@
+"""Rounds of gradients without Flower: how one is told, and the steps that come of it."""
+
+import numpy as np
+import pytest
+
+from paceline.config.job import read_job
+from paceline.federate import gradients_process
+from paceline.federate.client_round import main as train_alone
+from paceline.federate.command import write_start
+from paceline.federate.gradients import HALF, Scale, Telling, least_bits
+from paceline.federate.grid import Form, centred, modulus_bits
+from paceline.federate.rotation import Rotation
+from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
+from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of, write_tensors
+from paceline.models.weights import write_weights
+from paceline.train.this_machine import resolve_on_this_machine
+from tests.federate.test_rounds import JOB
+from tests.generate.networks import MODELS, built
+
+COUNTS = (3000, 50, 9000, 7)
+WIDTHS = (1e-3, 5.0, 0.1, 1e-8)
+"""Of the numbers of each tensor's gradient."""
+CLIENTS, BITS, SAMPLES = 6, 5, 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 4096, 5000])
+def test_a_turned_vector_has_its_length_and_turns_back(count):
+    vector = np.random.default_rng(count).normal(size=count) * np.arange(count)
+    rotation = Rotation(count, 3, 1.0)
+    turned = rotation.turned(vector)
+    assert np.linalg.norm(turned) == pytest.approx(np.linalg.norm(vector), rel=1e-12)
+    assert rotation.turned_back(turned) == pytest.approx(vector, abs=1e-9 * count)
+    again = Rotation(count, 4, 1.0).turned(vector)
+    assert count < 3 or not np.allclose(turned, again)
+
+
+def test_one_large_number_is_spread_over_all_of_its_block():
+    vector = np.zeros(4096)
+    vector[17] = 64.0
+    assert np.abs(Rotation(4096, 0, 1.0).turned(vector)) == pytest.approx(np.ones(4096))
+
+
+def test_a_share_of_a_turned_vector_is_a_fair_part_of_it():
+    vector = np.zeros(8192)
+    vector[:100] = 1.0
+    rotation = Rotation(8192, 1, 0.25)
+    part = rotation.turned_back(rotation.turned(vector))
+    assert rotation.num_kept == 2048
+    assert part @ part == pytest.approx(part @ vector)  # a projection
+    assert part @ vector == pytest.approx(0.25 * 100, rel=0.3)
+
+
+def gradients(stream):
+    """One of each client: a common part, and noise."""
+    common = np.concatenate(
+        [np.linspace(-1, 1, n) * w for n, w in zip(COUNTS, WIDTHS, strict=True)]
+    )
+    widths = np.repeat(WIDTHS, COUNTS)
+    return [(common + stream.normal(size=len(common)) * widths) * SAMPLES for _ in range(CLIENTS)]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_what_is_understood_is_the_mean_but_for_what_clients_keep(share):
+    """Over all rounds, to rounding of fp64: no sum left the modulus, and nothing is lost."""
+    stream = np.random.default_rng(0)
+    scale, before = Scale(np.zeros(len(COUNTS)), 1.0), np.zeros(len(COUNTS))
+    kept = [np.zeros(sum(COUNTS))] * CLIENTS
+    asked, learnt, last = np.zeros(sum(COUNTS)), np.zeros(sum(COUNTS)), []
+    for number in range(31):
+        telling, given = Telling(COUNTS, number, share), gradients(stream)
+        told = [telling.told(g + k, SAMPLES, scale) for g, k in zip(given, kept, strict=True)]
+        sums = sum(values for values, _ in told)
+        cut = np.concatenate([sums[: telling.num_head], sums[telling.num_head :] % 2**BITS])
+        found = telling.understood(cut, CLIENTS, scale, BITS)
+        if number:
+            assert (centred(cut[telling.num_head :], BITS) == sums[telling.num_head :]).all()
+            kept = [error for _, error in told]
+            asked += np.sum(given, 0) / (CLIENTS * SAMPLES)
+            learnt += found.mean
+        else:
+            assert len(sums) == 1 + len(COUNTS)
+            assert not found.mean.any()
+        last.append(found)
+        scale, before = found.next_scale(before, CLIENTS, BITS), found.sizes
+    left = np.sum(kept, 0) / (CLIENTS * SAMPLES)
+    widths = np.repeat(WIDTHS, COUNTS)
+    assert (learnt + left) / widths == pytest.approx(asked / widths, abs=1e-9)
+    assert np.abs(left / widths).max() < 3
+    assert last[0].sizes == pytest.approx(np.array(WIDTHS) * SAMPLES * np.sqrt(4 / 3), rel=0.2)
+    assert last[-1].mean[3050:12050] == pytest.approx(np.linspace(-0.1, 0.1, 9000), abs=0.5)
+
+
+def test_a_tensor_without_gradient_is_told_once_it_has_one():
+    """As A of an adapter, whose gradient is zero until B isn't."""
+    first = np.concatenate([np.ones(10), np.zeros(10)])
+    telling, scale = Telling((10, 10), 0, 1.0), Scale(np.zeros(2), 1.0)
+    values, error = telling.told(first, 4, scale)
+    assert not error.any()
+    found = telling.understood(values * 3, 3, scale, 8)
+    assert found.sizes == pytest.approx([1.0, 0.0])
+    scale = found.next_scale(np.zeros(2), 3, 8)
+    then = np.concatenate([np.ones(10), np.full(10, 2.0)])
+    values, error = Telling((10, 10), 1, 1.0).told(then, 4, scale)
+    assert error[10:] == pytest.approx(then[10:])
+    found = Telling((10, 10), 1, 1.0).understood(values * 3, 3, scale, 8)
+    assert found.sizes == pytest.approx([1.0, 2.0], rel=0.01)
+    assert found.mean[:10] == pytest.approx(np.full(10, 0.25), rel=0.1)
+    assert not found.mean[10:].any()
+
+
+def test_a_gradient_far_larger_than_expected_is_told_in_parts():
+    scale = Scale(np.array([1.0]), 0.1)
+    telling = Telling((64,), 1, 1.0)
+    values, error = telling.told(np.full(64, 100.0), 1, scale)
+    assert np.sqrt(np.mean(np.square(values[telling.num_head :] * 0.1))) == pytest.approx(
+        4, rel=0.1
+    )
+    assert error == pytest.approx(np.full(64, 96.0), rel=0.02)
+
+
+def test_masks_taken_off_later_leave_the_lowest_bits():
+    """SecAgg+ adds modulo 2^wide; what was cut to fewer bits before is right modulo these."""
+    stream, form = np.random.default_rng(5), Form(modulus_bits(HALF, CLIENTS), 3, BITS, 100)
+    values = stream.integers(-2, 3, (CLIENTS, 100))
+    masks = stream.integers(0, 2**form.wide_bits, (CLIENTS, 100))
+    masks[-1] = -masks[:-1].sum(0)
+    sent = [form.packed((v + m) % 2**form.wide_bits) for v, m in zip(values, masks, strict=True)]
+    assert {len(raw) for raw in sent} == {-(-3 * form.wide_bits // 8) + -(-97 * BITS // 8)}
+    sums = sum(form.unpacked(raw) for raw in sent)
+    assert (centred(sums[3:], BITS) == values.sum(0)[3:]).all()
+    assert (centred(sums[:3], form.wide_bits) == values.sum(0)[:3]).all()
+    with pytest.raises(ValueError, match="bits"):
+        form.unpacked(sent[0] + b"x")
+
+
+def test_more_clients_need_more_bits():
+    assert [least_bits(clients) for clients in (3, 8, 24, 1000)] == [4, 4, 5, 8]
+
+
+@pytest.fixture
+def computed():
+    """Ends the process that computes gradients."""
+    yield gradients_process
+    gradients_process.end()
+
+
+SGD = 'name = "sgd"\nmomentum = 0.0\nweight_decay = 0.01\nlr = '
+
+
+@pytest.mark.parametrize(
+    ("shares", "lr", "most"), [("adapters", 0.5, 1e-3), ("weights", 0.5, 1e-3)]
+)
+def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares, lr, most):
+    """Rounds of one client, told in 16 bits, against the same Job trained by itself.
+
+    No B of the adapters is zero, or A would be told a round late.
+    """
+    monkeypatch.chdir(tmp_path)
+    model = MODELS["grouped"].replace(vocab_size=258)
+    write_weights(tmp_path / "base", model, built(model).float().state_dict())
+    rows = [f"{n} one client has a text" for n in range(200)]
+    (tmp_path / "0.txt").write_text("\n".join(rows))
+    text = JOB.replace("eval_fraction = 0.1", 'eval_fraction = 0.1\nsource = "0.txt"')
+    text = text.replace("steps = 1", "steps = 6\neval_every = 0").replace("lr = 1e-2", f"{SGD}{lr}")
+    if shares == "weights":
+        text = text.replace('method = "lora"\nrank = 4\n', "")
+    (tmp_path / JOB_FILE).write_text(text)
+    write_start(tmp_path, resolve_on_this_machine(read_job(tmp_path / JOB_FILE, [])).job)
+    begun, stream = read_tensors(tmp_path / shares), np.random.default_rng(1)
+    for name, each in begun.items():
+        if name.endswith("lora_B.weight"):
+            begun[name] = stream.normal(scale=0.1, size=each.shape).astype(np.float32)
+    write_tensors(tmp_path / shares, begun)
+    given = [f"finetune.adapters={tmp_path / shares}"] if shares == "adapters" else []
+    train_alone(tmp_path / JOB_FILE, tmp_path / "alone", given)
+
+    computed.keep_running(tmp_path)
+    tensors = first = read_tensors(tmp_path / shares)
+    counts = [each.size for each in tensors.values()]
+    optimizer, kept = ServerOptimizer(tmp_path, tensors), np.zeros(sum(counts))
+    scale, before = Scale(np.zeros(len(counts)), 1.0), np.zeros(len(counts))
+    for number in range(7):
+        samples = computed.compute(max(number - 1, 0))
+        telling = Telling(counts, number, 1.0)
+        gradient = vector_of(read_tensors(tmp_path / GRADIENT), "all")
+        values, error = telling.told(gradient + kept, samples, scale)
+        found = telling.understood(values, 1, scale, 16)
+        if number:
+            kept = error
+            tensors = optimizer.step(number - 1, found.mean)
+            write_tensors(tmp_path / shares, tensors)
+        scale, before = found.next_scale(before, 1, 16), found.sizes
+    alone = vector_of(read_tensors(tmp_path / "alone"), "all")
+    moved = alone - vector_of(first, "all")
+    missed = alone - vector_of(tensors, "all")
+    assert np.sqrt(np.mean(moved**2)) > 1e-3
+    assert np.sqrt(np.mean(missed**2)) < most * np.sqrt(np.mean(moved**2))

@@ -74,7 +74,8 @@ def test_packed_numbers_come_back_and_take_their_bits(bits, count):
 @pytest.mark.parametrize("clients", [3, 8, 100])
 def test_sums_of_all_clients_stay_below_the_modulus(bits, clients):
     most = clients * 2 * half_of(bits)
-    assert 2 ** (modulus_bits(bits, clients) - 1) <= most < 2 ** modulus_bits(bits, clients)
+    found = modulus_bits(half_of(bits), clients)
+    assert 2 ** (found - 1) <= most < 2**found
 
 
 def test_the_mean_of_products_is_the_product_of_the_mean_in_every_round():
@@ -109,6 +110,12 @@ def test_the_range_follows_the_size_that_is_told_in_the_sum():
         ("[federate]\njob = 'a'\nbits = 1", "federate.bits"),
         ("[federate]\njob = 'a'\nclient = 8", "did you mean clients"),
         ("[federate]\njob = 'a'\nalpha = 2.0", "alpha has no effect"),
+        ("[federate]\njob = 'a'\ntold = 0.5", "told has no effect"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nsteps = 3", "steps is not for"),
+        (
+            "[federate]\njob = 'a'\ntells = 'gradients'\n[federate.privacy]\nepsilon = 1\nclip = 1",
+            "privacy is not for",
+        ),
         ("[federate]\njob = 'a'\n[train]\nsteps = 1", r"has \[train\]"),
         ("job = 3", "one table"),
     ],

@@ -16,7 +16,8 @@ from paceline.config.errors import InputError
 from paceline.config.job import read_job
 from paceline.federate.command import federate_command, prepare
 from paceline.federate.privacy import epsilon_of
-from paceline.federate.shared_file import read_tensors, trained_names, vector_of
+from paceline.federate.server_optimizer import ServerOptimizer
+from paceline.federate.shared_file import GRADIENT, read_tensors, trained_names, vector_of
 from paceline.models.weights import read_decoder, write_weights
 from tests.generate.networks import MODELS, built
 
@@ -140,6 +141,35 @@ def test_weights_are_shared_but_for_those_that_stay(folder):
 
 
 @pytest.mark.timeout(1800)
+def test_the_server_steps_by_the_mean_gradient_of_those_who_answered(folder):
+    """What a client told is its gradient, less the error that it keeps."""
+    asked = FEDERATE.replace("steps = 3", 'tells = "gradients"\nbits = 6\ntold = 0.9')
+    (folder / "steps.toml").write_text(asked.replace(f"rounds = {ROUNDS}", "rounds = 1"))
+    sizes, line = federated(folder, "steps")
+    assert [(each["asked"], each["answered"]) for each in (sizes, line)] == [(4, 3), (4, 3)]
+    assert [(each["round"], each["factor"]) for each in (sizes, line)] == [
+        (0, "gradient"),
+        (1, "gradient"),
+    ]
+    out = folder / "federated" / "steps"
+    clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
+    told = [
+        vector_of(read_tensors(each / GRADIENT), "all") - np.load(each / "error-gradient.npy")
+        for each in clients
+    ]
+    samples = [read_job(each / "job.toml").train.global_batch for each in clients]
+    assert sum(samples) >= 3
+    assert np.std(told, axis=0).max() > 1e-3
+    before = read_tensors(clients[0] / "adapters")
+    expected = ServerOptimizer(out, before).step(0, np.sum(told, 0) / sum(samples))
+    after = vector_of(read_tensors(out / "adapters"), "all")
+    assert np.abs(after - vector_of(expected, "all")).max() < 1e-6
+    assert np.abs(after - vector_of(before, "all")).max() > 1e-3
+    packed = line["answered"] * line["numbers"] * 6 / 8
+    assert packed <= line["upload_bytes"] - sizes["upload_bytes"] < packed + 3 * 500
+
+
+@pytest.mark.timeout(1800)
 def test_with_privacy_the_sum_has_noise_and_the_round_says_its_epsilon(folder):
     pytest.importorskip("dp_accounting")
     privacy = "rounds = 1\n[federate.privacy]\nepsilon = 50.0\nclip = 10.0\nnoise = 0.5\n"
@@ -243,6 +273,49 @@ def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, wor
     with pytest.raises(InputError, match=words):
         federate_command(folder / "refused.toml", [], None, read_job)
     assert not Path("federated/refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "table", "words"),
+    [
+        ('name = "muon"\n', "", "takes no such optim.name"),
+        (
+            f"[train]\nx = 1\n{STAYING}".replace("lr_factor = 0.0", "lr_factor = 0.5"),
+            "",
+            "optim.groups",
+        ),
+        ("", "share = 1.0\nbits = 3\n", "too few for the sum of 4 clients"),
+    ],
+)
+def test_what_the_server_cannot_step_by_is_refused(folder, monkeypatch, lines, table, words):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+    text = JOB + '[[data.sources]]\nname = "s"\nsource = "0.txt"\nweight = 1\n'
+    first, _, groups = lines.partition("[train]\nx = 1\n")
+    text = text.replace("[optim]\n", f"[optim]\n{first}") + groups
+    (folder / "stepped.toml").write_text(text)
+    asked = FEDERATE.replace("lora.toml", "stepped.toml").replace("source", "even")
+    asked = asked.replace("steps = 3", f'tells = "gradients"\n{table}')
+    (folder / "unstepped.toml").write_text(asked)
+    with pytest.raises(InputError, match=words):
+        federate_command(folder / "unstepped.toml", [], None, read_job)
+    assert not Path("federated/unstepped").exists()
+
+
+def test_batches_of_gradients_are_as_many_rows_of_each_client(folder, monkeypatch):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+    job = JOB
+    for client, rows in enumerate((20, 40, 60, 120)):
+        (folder / f"rows{client}.txt").write_text("a row of some letters\n" * rows)
+        job += f'[[data.sources]]\nname = "s{client}"\nsource = "rows{client}.txt"\n'
+    (folder / "rows.toml").write_text(f"{job}[layout]\nmicro_batch = 2\n")
+    asked = FEDERATE.replace("lora.toml", "rows.toml").replace("steps = 3", 'tells = "gradients"')
+    (folder / "batches.toml").write_text(asked)
+    begun = prepare(folder / "batches.toml", [], None, read_job)
+    jobs = [read_job(begun.folder / "clients" / str(n) / "job.toml") for n in range(CLIENTS)]
+    assert [each.train.global_batch for each in jobs] == [2, 2, 4, 8]
+    assert {each.train.steps for each in jobs} == {ROUNDS}
 
 
 def test_a_client_reads_its_rows_as_the_job_says(folder, monkeypatch):

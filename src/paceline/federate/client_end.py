@@ -34,9 +34,11 @@ class _Forking(SubprocessExecutor):
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._fork: int | None = None
+        self._keep_running()
 
     def launch(self, spec: Any) -> LaunchResult:
         """Answer a message in a fork; whoever still answers an older one is of no use."""
+        self._keep_running()
         if self._fork is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._fork, signal.SIGKILL)
@@ -47,9 +49,12 @@ class _Forking(SubprocessExecutor):
         return LaunchResult.accepted()
 
     def reconcile(self) -> None:
-        """Look after what was started; Flower calls it before each look for messages."""
+        """Take leave of a fork that is done; Flower calls it before each look for messages."""
         if self._fork is not None and os.waitpid(self._fork, os.WNOHANG)[0]:
             self._fork = None
+
+    def _keep_running(self) -> None:
+        """One that can't compute is tried again with each message, and not all the time."""
         if self._folder is not None:
             gradients_process.keep_running(self._folder)
 

@@ -375,7 +375,8 @@ class _Watch(threading.Thread):
 
     def _check(self, number: int) -> None:
         """Take the step of a round that is over, and compare."""
-        total, samples = 0.0, 0
+        total: Any = 0.0
+        samples = 0
         for client in range(len(list((self._folder / "clients").iterdir()))):
             own = self._folder / "clients" / str(client)
             if client in self._dropped[number] or not (own / "error-gradient.npy").exists():

@@ -134,7 +134,7 @@ def test_masks_taken_off_later_leave_the_lowest_bits():
 
 
 def test_more_clients_need_more_bits():
-    assert [least_bits(clients) for clients in (3, 8, 24, 1000)] == [4, 4, 5, 8]
+    assert [least_bits(clients) for clients in (3, 8, 24, 1000)] == [3, 4, 5, 8]
 
 
 @pytest.fixture

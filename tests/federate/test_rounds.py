@@ -284,7 +284,7 @@ def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, wor
             "",
             "optim.groups",
         ),
-        ("", "share = 1.0\nbits = 3\n", "too few for the sum of 4 clients"),
+        ("", "share = 1.0\nbits = 2\n", "too few for the sum of 4 clients"),
     ],
 )
 def test_what_the_server_cannot_step_by_is_refused(folder, monkeypatch, lines, table, words):

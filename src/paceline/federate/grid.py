@@ -62,7 +62,7 @@ class Form(NamedTuple):
     num_wide: int
     bits: int
     """Of all others."""
-    count: int
+    num: int
     """Numbers in all."""
 
     def packed(self, values: Ints) -> bytes:
@@ -71,14 +71,14 @@ class Form(NamedTuple):
         return packed(wide, self.wide_bits) + packed(others, self.bits)
 
     def unpacked(self, raw: bytes) -> Ints:
-        """What is left of `packed`'s numbers: (count,).
+        """What is left of `packed`'s numbers: (num,).
 
         Raises:
             ValueError: as `unpacked`.
         """
         end = (self.num_wide * self.wide_bits + 7) // 8
         wide = unpacked(raw[:end], self.wide_bits, self.num_wide)
-        others = unpacked(raw[end:], self.bits, self.count - self.num_wide)
+        others = unpacked(raw[end:], self.bits, self.num - self.num_wide)
         return np.concatenate([wide, others])
 
 

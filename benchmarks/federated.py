@@ -18,20 +18,24 @@ with what its optimizer makes of the mean of what clients told, read from their 
 
 What it doesn't say: seconds (processes share the cores), or large networks.
 
-    python -m benchmarks.federated [--rounds 32] [--clients 8] [--secagg-rounds 1]
+    python -m benchmarks.federated [--rounds 32] [--clients 8] [--secagg-rounds 1] [--keep FOLDER]
 
-It needs the extra `federate`, and peft; two cores take an hour.
+It needs the extra `federate`, and peft; two cores take two hours. With --keep a start that was cut
+off goes on, recipe by recipe.
 """
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +48,13 @@ from paceline.config.finetune import TENSORS_FILE
 from paceline.config.job import read_job
 from paceline.federate.command import prepare
 from paceline.federate.processes import running, write_app
+from paceline.federate.rounds import Factor
 from paceline.federate.server_optimizer import ServerOptimizer
 from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of
+from paceline.observe.run import write_atomic
 from paceline.render.figures import bytes_text
 
+FACTORS: Sequence[Factor] = ("a", "b")
 SEQ, END, CHARS, EVERY = 128, 256, 800, 20
 FEW, SHARE = 4, 0.9
 """Bits of a number, and share of the numbers, with which ours uploads an eighth of FedAvg's."""
@@ -138,20 +145,28 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
     parser.add_argument("--lr", type=float, default=1e-2, help="of all recipes, at first (1e-2)")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
+    parser.add_argument("--keep", help="folder of all that is made; a later start goes on there")
     asked = parser.parse_args()
     about = taken_with("benchmarks.federated", "flwr", "peft", "transformers")
-    with tempfile.TemporaryDirectory() as kept:
-        for found in _measured(Path(kept), asked):
-            told = {"about": about, "asked": {**vars(asked), "results": None}, **found}
-            page = _page(told, asked) + f"\n{signature(about)}\n"
-            print(page)
-            keep(folder_of(asked.results, about), "federated", told, page)
+    # Clients import the peers from here.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as passing:
+        folder = Path(asked.keep or passing).absolute()
+        folder.mkdir(exist_ok=True)
+        found = _measured(folder, asked)
+    plain = {**vars(asked), "results": None, "keep": None}
+    found = {"about": about, "asked": plain, **found}
+    page = _page(found, asked) + f"\n{signature(about)}\n"
+    print(page)
+    keep(folder_of(asked.results, about), "federated", found, page)
 
 
-def _measured(folder: Path, asked: Any) -> Iterator[dict[str, Any]]:
-    """What is found: without the second of our recipes, and with it."""
+def _measured(folder: Path, asked: Any) -> dict[str, Any]:
+    """What all recipes come to; what the folder has of an earlier start isn't made again."""
     held_out = _write_texts(folder)
-    base = _base(folder, asked)
+    base = folder / "base"
+    if not base.exists():
+        _base(folder, asked)
     job = ADAPTERS.format(base=base, **{**vars(asked), "alpha": 2 * asked.rank})
     clients = job + "".join(
         f'[[data.sources]]\nname = "{name}"\nsource = "{folder / name}.jsonl"\nweight = 1\n'
@@ -168,46 +183,50 @@ def _measured(folder: Path, asked: Any) -> Iterator[dict[str, Any]]:
         text = clients if told == changes else clients.replace(*_whole_batch(asked))
         (folder / f"{name}_job.toml").write_text(text)
         (folder / f"{name}.toml").write_text(FEDERATE.format(name=name, told=told, **vars(asked)))
-    dropped, losses = _dropped(asked), {}
+    first = folder / "first"
+    if not first.exists():
+        begun = prepare(folder / "fedavg.toml", [], folder / "begun", read_job)
+        (begun.folder / "adapters").rename(first)
+    dropped = _dropped(asked)
+    rounds = {"fedavg": asked.rounds, "fedavg_secagg": asked.secagg_rounds}
 
-    def look(name: str, adapters: Path) -> None:
-        losses[name] = _held_out_loss(base, adapters, held_out)
-        print(f"{name}: {losses[name]:.4f} nats a byte", flush=True)
+    def made(name: str) -> dict[str, Any]:
+        """What a recipe came to."""
+        out, found = folder / name, {}
+        shutil.rmtree(out, ignore_errors=True)
+        if name.startswith("together"):
+            _together(folder, job, asked, int(name.rpartition("_")[2]))
+        else:
+            with _dropping(out, dropped, first=int(name in rounds)) as watch:
+                if name in rounds:
+                    _flower(folder, name, rounds[name])
+                else:
+                    _command("paceline", "federate", f"{out}.toml", "--out", str(out))
+            found = {**_told(out, dropped), "off": watch.off}
+        adapters = out if name.startswith("together") else out / "adapters"
+        loss = _held_out_loss(base, adapters, held_out)
+        print(f"{name}: {loss:.4f} nats a byte", flush=True)
+        return {**found, "loss": loss}
 
-    recipes: dict[str, Any] = {}
-    off: dict[str, list[float]] = {}
-
-    def federate(name: str) -> None:
-        out = folder / name
-        with _dropping(out, dropped, first=0) as watch:
-            _command("paceline", "federate", str(folder / f"{name}.toml"), "--out", str(out))
-        recipes[name], off[name] = _told(out, dropped), watch.off
-        look(name, out / "adapters")
-
-    federate("ours")
-    for name, rounds in (("fedavg", asked.rounds), ("fedavg_secagg", asked.secagg_rounds)):
-        with _dropping(folder / name, dropped, first=1):
-            _flower(folder, name, rounds)
-        recipes[name] = _told(folder / name, dropped)
-        if rounds == asked.rounds:
-            look(name, folder / name / "adapters")
-    for order in range(asked.orders):
-        look(f"together {order}", _together(folder, job, asked, order))
-    look("base", folder / "first")
-    ours = folder / "ours"
-    rows = [
-        len((ours / "clients" / str(each) / "data.jsonl").read_text().splitlines())
-        for each in range(asked.clients)
-    ]
-    found = {
-        "recipes": recipes, "losses": losses, "rows": rows, "off": off,
+    names = ["ours", *rounds, *(f"together_{order}" for order in range(asked.orders)), "ours_few"]
+    found = {name: _once(folder / f"{name}.json", partial(made, name)) for name in names}
+    found["first"] = {"loss": _held_out_loss(base, first, held_out)}
+    parts = sorted((folder / "ours" / "clients").glob("*/data.jsonl"))
+    return {
+        "recipes": found,
+        "rows": [len(part.read_text().splitlines()) for part in parts],
         "dropped": {number: sorted(each) for number, each in dropped.items()},
         "held_out_bytes": len(held_out),
-        "numbers": {each: len(vector_of(read_tensors(ours / "adapters"), each)) for each in "ab"},
-    }  # fmt: skip
-    yield found
-    federate("ours_few")
-    yield found
+        "numbers": {each: len(vector_of(read_tensors(first), each)) for each in FACTORS},
+    }
+
+
+def _once(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a file has, which is written where it isn't there."""
+    if not file.exists():
+        write_atomic(file, json.dumps(make()))
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 # ---- data and base ------------------------------------------------------------------------------
@@ -296,8 +315,6 @@ def _command(module: str, *arguments: str, cwd: Path | None = None) -> None:
 def _flower(folder: Path, name: str, rounds: int) -> None:
     """Rounds of the peer, from the very parts and adapters that ours began with."""
     begun = prepare(folder / f"{name}.toml", [], folder / name, read_job)
-    if not (folder / "first").exists():
-        _copy_adapters(begun.folder / "adapters", folder / "first")
     rows = [
         (begun.folder / "clients" / str(n) / "data.jsonl").read_text().count("\n")
         for n in range(begun.asked.clients)
@@ -314,12 +331,6 @@ def _flower(folder: Path, name: str, rounds: int) -> None:
                     f"{name} ended after {len(lines)} rounds:\n{(logs / 'run.log').read_text()}"
                 )
             time.sleep(0.5)
-
-
-def _copy_adapters(source: Path, target: Path) -> None:
-    target.mkdir()
-    for file in source.iterdir():
-        (target / file.name).write_bytes(file.read_bytes())
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -432,14 +443,10 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any], asked: Any) -> str:
-    losses, recipes = found["losses"], found["recipes"]
+    recipes = found["recipes"]
     plain, secret = (recipes[name]["upload_bytes"] for name in ("fedavg", "fedavg_secagg"))
-    names = {
-        "ours": f"paceline federate, SecAgg+, {asked.bits} bits",
-        "ours_few": f"paceline federate, SecAgg+, {FEW} bits",
-        "fedavg": "Flower's FedAvg, fp32",
-        "fedavg_secagg": "Flower's FedAvg and SecAgg+",
-    }
+    together = [each["loss"] for name, each in recipes.items() if name.startswith("together")]
+    mean = sum(together) / len(together)
     titles = (
         "recipe",
         "upload of a client in a round",
@@ -448,31 +455,32 @@ def _page(found: dict[str, Any], asked: Any) -> str:
         "held-out loss",
         "together's",
     )
-    together = [loss for name, loss in losses.items() if name.startswith("together")]
-    mean = sum(together) / len(together)
 
-    def told(loss: float | None) -> tuple[str, str]:
-        return ("", "") if loss is None else (f"{loss:.4f}", f"{loss / mean - 1:+.2%}")
+    def told(loss: float) -> tuple[str, str]:
+        return f"{loss:.4f}", f"{loss / mean - 1:+.2%}"
 
     lines: list[Sequence[str]] = []
-    for key, name in names.items():
-        if key not in recipes:
-            continue
-        upload = recipes[key]["upload_bytes"]
+    for key, name in (
+        ("ours", f"paceline federate, SecAgg+, {asked.bits} bits"),
+        ("ours_few", f"paceline federate, SecAgg+, {FEW} bits, {SHARE:.0%} of the numbers"),
+        ("fedavg", "Flower's FedAvg, fp32"),
+        ("fedavg_secagg", "Flower's FedAvg and SecAgg+"),
+    ):
+        upload, rounds = recipes[key]["upload_bytes"], recipes[key]["rounds"]
         shares = (f"1 / {plain / upload:.2f}", f"1 / {secret / upload:.2f}")
-        lines.append((name, bytes_text(upload), *shares, *told(losses.get(key))))
+        loss = told(recipes[key]["loss"]) if len(rounds) >= asked.rounds else ("", "")
+        lines.append((name, bytes_text(upload), *shares, *loss))
     lines += [
-        ("all data together", "", "", "", *told(mean)),
+        ("all data together, mean", "", "", "", *told(mean)),
         *(
             (f"all data together, order {order}", "", "", "", *told(loss))
             for order, loss in enumerate(together)
         ),
-        ("no adapters", "", "", "", *told(losses["base"])),
+        ("no adapters", "", "", "", *told(recipes["first"]["loss"])),
     ]
-    counts = found["numbers"]
-    masked = len(recipes["fedavg_secagg"]["rounds"])
-    each = asked.batch * asked.steps
-    farthest = " and ".join(f"{max(each):.1e}" for each in found["off"].values())
+    counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
+    each, ours = asked.batch * asked.steps, (recipes["ours"], recipes["ours_few"])
+    farthest = " and ".join(f"{max(recipe['off']):.1e}" for recipe in ours)
     return f"""# Federated adapters
 
 {markdown(titles, lines, ("recipe",))}

@@ -30,6 +30,9 @@ _PARTS = 256  # of a power of two, in which sizes are told
 _NO_SIZE = -64 * _PARTS
 _LONGEST = 4.0  # times the size that was expected
 _MOST_GROWTH = 2.0
+_FAINT = 1e-6
+"""Of the largest size: what tensors are told at whose size isn't known. AdamW's and Lion's first
+steps are of one length whatever the size, so they take it; the rest stays with the client."""
 _ALIKE_AT_FIRST = 2.0  # measured in the first rounds of benchmarks/federated.py
 _COARSEST = 3.0
 """Times the size of a client's numbers: on a coarser grid nearly all would be zero."""
@@ -40,9 +43,14 @@ class Scale(NamedTuple):
 
     sizes: Floats
     """(tensors,) root mean squares that numbers of a client's gradient are expected to have; 0: it
-    is not known, so nothing is told of this tensor."""
+    is not known, so the direction is told, as if it were `_FAINT`."""
     step: float
     """Of the grid, in these sizes."""
+
+    @property
+    def divisors(self) -> Floats:
+        """(tensors,) sizes, all above 0."""
+        return np.where(self.sizes > 0, self.sizes, _FAINT * (self.sizes.max() or 1.0))
 
     def as_json(self) -> str:
         """As it goes to clients."""
@@ -89,11 +97,13 @@ class Telling:
         head = np.concatenate([[samples], _as_parts(np.where(sizes > 0, sizes, scale.sizes))])
         if not self.num_told:
             return head, np.zeros_like(gradient)
-        within = np.minimum(1.0, _LONGEST * scale.sizes / np.maximum(sizes, 1e-300))
-        factor = np.divide(within, scale.sizes, where=scale.sizes > 0, out=np.zeros_like(within))
+        longest = np.where(scale.sizes > 0, _LONGEST, 1.0)
+        factor = np.minimum(1 / scale.divisors, longest / np.maximum(sizes, 1e-300))
         turned = self._rotation.turned(gradient * np.repeat(factor, self._counts))
         values = np.rint(turned / scale.step).clip(-HALF, HALF)
-        return np.concatenate([head, values]).astype(np.int64), gradient - self._back(values, scale)
+        is_told = (scale.sizes > 0) | (sizes > 0)
+        error = gradient - self._back(values, scale) * np.repeat(is_told, self._counts)
+        return np.concatenate([head, values]).astype(np.int64), error
 
     def understood(self, sums: Ints, answered: int, scale: Scale, bits: int) -> "Understood":
         """What the server learns of the sum of what so many clients told.
@@ -107,6 +117,7 @@ class Telling:
         samples, parts = int(sums[0]), sums[1 : self.num_head] / answered
         sizes = np.where(parts > _NO_SIZE / 2, np.exp2(parts / _PARTS), 0.0)
         total = self._back(centred(sums[self.num_head :], bits).astype(np.float64), scale)
+        total = total * np.repeat(sizes > 0, self._counts)  # the grid's noise is no gradient
         known = (sizes > 0) & (scale.sizes > 0) & (self.num_told > 0)
         alike = _ALIKE_AT_FIRST
         if known.any():
@@ -118,7 +129,7 @@ class Telling:
         if not self.num_told:
             return np.zeros(int(self._counts.sum()))
         turned_back = self._rotation.turned_back(values * scale.step)
-        return turned_back * np.repeat(scale.sizes, self._counts)
+        return turned_back * np.repeat(scale.divisors, self._counts)
 
     def _sizes(self, gradient: Floats) -> Floats:
         return np.sqrt(np.add.reduceat(np.square(gradient), self._starts) / self._counts)

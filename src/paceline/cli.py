@@ -1010,6 +1010,7 @@ def federate(
     rounds = 10
     steps = 20
     split = "dirichlet"    # "even", "source"
+    tells = "changes"      # "gradients": the server makes the steps
 
     \b
     \\[federate.privacy]     # adapters then tell little of a client

@@ -23,7 +23,7 @@ from paceline.config.job_sections import Checkpoint, Data, Observe
 from paceline.config.mixture import Source
 from paceline.config.model import Model
 from paceline.config.urls import is_url
-from paceline.federate.gradients import least_bits
+from paceline.federate.gradients import HALF, least_bits
 from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import Shares
@@ -113,6 +113,7 @@ def prepare(
                 f"clients' gradients: give at least {least}."
             )
     parts = _parts(asked, given)
+    batches = _batches(asked, spec, [len(rows) for _, rows in parts])
     noise = noise_for(asked.privacy, asked.clients, asked.rounds) if asked.privacy else 0.0
     folder = (out or Path("federated") / file.stem).absolute()
     if folder.exists():
@@ -127,20 +128,31 @@ def prepare(
         ) from None
     write_start(folder, job)
     write_atomic(folder / JOB_FILE, to_toml(spec))
-    for client, part in enumerate(parts):
-        batch = job.train.global_batch
-        if asked.tells == "gradients":
-            share = len(part[1]) * asked.clients / sum(len(rows) for _, rows in parts)
-            batch = _multiple(batch * share, spec.layout.micro_batch)
+    for client, (part, batch) in enumerate(zip(parts, batches, strict=True)):
         own = spec.replace(train=spec.train.replace(global_batch=batch))
         _write_client(folder, client, part, own, _shares(job))
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
 
 
-def _multiple(samples: float, micro_batch: int | str) -> int:
-    """The nearest batch of whole micro-batches, where their size is stated."""
-    unit = micro_batch if isinstance(micro_batch, int) else 1
-    return unit * max(1, round(samples / unit))
+def _batches(asked: Federate, spec: JobSpec, rows: Sequence[int]) -> list[int]:
+    """Samples of each client's batch: the Job's; of gradients in the mean, as it has rows.
+
+    Raises:
+        InputError: one is larger than can be told.
+    """
+    batch, unit = spec.train.global_batch, 1
+    if asked.tells == "changes":
+        return [batch] * len(rows)
+    if isinstance(spec.layout.micro_batch, int):
+        unit = spec.layout.micro_batch
+    mean = sum(rows) / len(rows)
+    found = [unit * max(1, round(batch * each / mean / unit)) for each in rows]
+    if max(found) > HALF:
+        raise InputError(
+            f"train.global_batch = {batch} gives the client with most rows a batch of {max(found)} "
+            f"samples, and no more than {HALF} can be told: make it smaller."
+        )
+    return found
 
 
 def _of_client(spec: JobSpec, asked: Federate) -> JobSpec:

@@ -150,11 +150,13 @@ def main() -> None:
     about = taken_with("benchmarks.federated", "flwr", "peft", "transformers")
     # Clients import the peers from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    plain = {**vars(asked), "results": None, "keep": None}
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(asked.keep or passing).absolute()
         folder.mkdir(exist_ok=True)
+        if _once(folder / "asked.json", lambda: plain) != plain:
+            raise SystemExit(f"{folder} was begun with other options: give them, or another --keep")
         found = _measured(folder, asked)
-    plain = {**vars(asked), "results": None, "keep": None}
     found = {"about": about, "asked": plain, **found}
     page = _page(found, asked) + f"\n{signature(about)}\n"
     print(page)
@@ -185,6 +187,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         (folder / f"{name}.toml").write_text(FEDERATE.format(name=name, told=told, **vars(asked)))
     first = folder / "first"
     if not first.exists():
+        shutil.rmtree(folder / "begun", ignore_errors=True)
         begun = prepare(folder / "fedavg.toml", [], folder / "begun", read_job)
         (begun.folder / "adapters").rename(first)
     dropped = _dropped(asked)

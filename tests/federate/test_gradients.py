@@ -87,7 +87,7 @@ def test_what_is_understood_is_the_mean_but_for_what_clients_keep(share):
     assert (learnt + left) / widths == pytest.approx(asked / widths, abs=1e-9)
     assert np.abs(left / widths).max() < 3
     assert last[0].sizes == pytest.approx(np.array(WIDTHS) * SAMPLES * np.sqrt(4 / 3), rel=0.2)
-    assert last[-1].mean[3050:12050] == pytest.approx(np.linspace(-0.1, 0.1, 9000), abs=0.5)
+    assert learnt[3050:12050] / 30 == pytest.approx(np.linspace(-0.1, 0.1, 9000), abs=0.05)
 
 
 def test_of_a_tensor_of_unknown_size_the_direction_is_told_first():
@@ -150,16 +150,14 @@ def computed():
     gradients_process.end()
 
 
-SGD = 'name = "sgd"\nmomentum = 0.0\nweight_decay = 0.01\nlr = '
+SGD = 'name = "sgd"\nmomentum = 0.0\nweight_decay = 0.01\nlr = 0.5'
 
 
-@pytest.mark.parametrize(
-    ("shares", "lr", "most"), [("adapters", 0.5, 1e-3), ("weights", 0.5, 1e-3)]
-)
-def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares, lr, most):
+@pytest.mark.parametrize("shares", ["adapters", "weights"])
+def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
     """Rounds of one client, told in 16 bits, against the same Job trained by itself.
 
-    No B of the adapters is zero, or A would be told a round late.
+    No B of the adapters is zero, or the first of A would be its direction alone.
     """
     monkeypatch.chdir(tmp_path)
     model = MODELS["grouped"].replace(vocab_size=258)
@@ -167,7 +165,7 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares, l
     rows = [f"{n} one client has a text" for n in range(200)]
     (tmp_path / "0.txt").write_text("\n".join(rows))
     text = JOB.replace("eval_fraction = 0.1", 'eval_fraction = 0.1\nsource = "0.txt"')
-    text = text.replace("steps = 1", "steps = 6\neval_every = 0").replace("lr = 1e-2", f"{SGD}{lr}")
+    text = text.replace("steps = 1", "steps = 6\neval_every = 0").replace("lr = 1e-2", SGD)
     if shares == "weights":
         text = text.replace('method = "lora"\nrank = 4\n', "")
     (tmp_path / JOB_FILE).write_text(text)
@@ -200,4 +198,4 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares, l
     moved = alone - vector_of(first, "all")
     missed = alone - vector_of(tensors, "all")
     assert np.sqrt(np.mean(moved**2)) > 1e-3
-    assert np.sqrt(np.mean(missed**2)) < most * np.sqrt(np.mean(moved**2))
+    assert np.sqrt(np.mean(missed**2)) < 1e-3 * np.sqrt(np.mean(moved**2))

@@ -34,7 +34,7 @@ class Federate(FrozenConfig):
     tells: Literal["changes", "gradients"] = "changes"
     """What a client tells in a round. "changes": what `steps` of its own come to; few rounds learn
     something. "gradients": that of one batch, and the server makes the step: as many rounds as one
-    process needs steps, and about its loss."""
+    process needs steps, and nearer to its loss."""
     clients: int = Field(8, ge=3, le=1000)
     """That there are."""
     rounds: int = Field(10, gt=0, le=10**6)

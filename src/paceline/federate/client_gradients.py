@@ -47,7 +47,8 @@ def main(folder: Path) -> None:
         following = number + 1
         _read(trainer, folder)
         tally = trainer.passes.forward_backward(number, trainer.passes.prepared(next(steps)))
-        _write(trainer, samples / float(tally.sums()[1]), folder / GRADIENT)
+        weight = tally.sums()[1] * trainer.passes.loss_scale.value
+        _write(trainer, samples / float(weight), folder / GRADIENT)
         trainer.update.optimizer.zero_grad()
         print(number, samples, file=answers, flush=True)
 

@@ -6,11 +6,12 @@ Each recipe gets the same base, first adapters, parts, rounds, samples and peak 
 falls by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is lost:
 the process that computes for it is killed (SIGKILL) when it was asked.
 
-- ours: `paceline federate` as it stands, clients telling gradients under SecAgg+; once with
-  `--bits`, once with as few bits that it uploads an eighth of FedAvg without secrets.
+- ours: `paceline federate` as it stands, clients telling gradients under SecAgg+, with as few bits
+  that it uploads an eighth of FedAvg without secrets; several times, each with other parts, order
+  of the data and clients that are lost.
 - FedAvg: `peers/flower_fedavg.py`, both matrices in fp32, without SecAgg+, and with Flower's.
 - together: one process, as many steps as there are rounds, on as many samples in each; with
-  several orders of the data (`train.seed`), which alone make a difference.
+  several orders of the data, which alone make a difference.
 
 Uploads are the bytes of the messages' objects as Flower sends them. Held-out loss is computed by
 transformers and peft from the adapters on disk. The adapters that the server came to are compared
@@ -50,14 +51,12 @@ from paceline.federate.command import prepare
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import Factor
 from paceline.federate.server_optimizer import ServerOptimizer
-from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of
+from paceline.federate.shared_file import read_tensors, vector_of
 from paceline.observe.run import write_atomic
 from paceline.render.figures import bytes_text
 
 FACTORS: Sequence[Factor] = ("a", "b")
 SEQ, END, CHARS, EVERY = 128, 256, 800, 20
-FEW, SHARE = 4, 0.9
-"""Bits of a number, and share of the numbers, with which ours uploads an eighth of FedAvg's."""
 SOURCES = {"pages": ("docs", "*.md"), "code": ("src", "*.py"), "tests": ("tests", "*.py")}
 PEER = "benchmarks.peers.flower_fedavg"
 MODEL = """
@@ -134,16 +133,18 @@ def main() -> None:
         ("secagg-rounds", 1, "of FedAvg with Flower's SecAgg+; it has a loss if they are all"),
         ("steps", 4, "of a client of FedAvg in a round"),
         ("batch", 8, "samples of 128 bytes in such a step"),
-        ("bits", 7, "of a number of ours"),
+        ("bits", 4, "of a number of ours"),
+        ("federations", 2, "of ours"),
         ("orders", 3, "of the data, for all together"),
-        ("rank", 16, "of adapters"),
+        ("rank", 32, "of adapters"),
         ("width", 128, "of the network"),
         ("layers", 4, "of the network"),
         ("base-steps", 400, "of the base on Python's library"),
-        ("seed", 0, "of who drops out"),
+        ("seed", 0, "of who drops out, of parts and orders: the first of several"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
-    parser.add_argument("--lr", type=float, default=1e-2, help="of all recipes, at first (1e-2)")
+    parser.add_argument("--told", type=float, default=0.95, help="share of ours' numbers (0.95)")
+    parser.add_argument("--lr", type=float, default=5e-3, help="of all recipes, at first (5e-3)")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
     parser.add_argument("--keep", help="folder of all that is made; a later start goes on there")
     asked = parser.parse_args()
@@ -174,15 +175,13 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         f'[[data.sources]]\nname = "{name}"\nsource = "{folder / name}.jsonl"\nweight = 1\n'
         for name in SOURCES
     )
-    changes = f"steps = {asked.steps}"
-    gradients = 'tells = "gradients"\nbits = {}\ntold = {}'
-    for name, told in (
-        ("ours", gradients.format(asked.bits, 1.0)),
-        ("ours_few", gradients.format(FEW, SHARE)),
-        ("fedavg", changes),
-        ("fedavg_secagg", changes),
-    ):
-        text = clients if told == changes else clients.replace(*_whole_batch(asked))
+    recipes = {
+        "ours": f'tells = "gradients"\nbits = {asked.bits}\ntold = {asked.told}',
+        "fedavg": f"steps = {asked.steps}",
+        "fedavg_secagg": f"steps = {asked.steps}",
+    }
+    for name, told in recipes.items():
+        text = clients.replace(*_whole_batch(asked)) if name == "ours" else clients
         (folder / f"{name}_job.toml").write_text(text)
         (folder / f"{name}.toml").write_text(FEDERATE.format(name=name, told=told, **vars(asked)))
     first = folder / "first"
@@ -190,35 +189,41 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         shutil.rmtree(folder / "begun", ignore_errors=True)
         begun = prepare(folder / "fedavg.toml", [], folder / "begun", read_job)
         (begun.folder / "adapters").rename(first)
-    dropped = _dropped(asked)
     rounds = {"fedavg": asked.rounds, "fedavg_secagg": asked.secagg_rounds}
 
     def made(name: str) -> dict[str, Any]:
         """What a recipe came to."""
         out, found = folder / name, {}
         shutil.rmtree(out, ignore_errors=True)
-        if name.startswith("together"):
-            _together(folder, job, asked, int(name.rpartition("_")[2]))
+        recipe, _, order = name.partition("_") if name not in rounds else (name, "", "0")
+        seed = asked.seed + int(order)
+        if recipe == "together":
+            _together(folder, job, asked, out, seed)
         else:
+            dropped = _dropped(asked, seed)
             with _dropping(out, dropped, first=int(name in rounds)) as watch:
                 if name in rounds:
                     _flower(folder, name, rounds[name])
                 else:
-                    _command("paceline", "federate", f"{out}.toml", "--out", str(out))
+                    _command(
+                        "paceline", "federate", str(folder / "ours.toml"), "--out", str(out),
+                        f"--set=train.seed={seed}", f"--set=finetune.adapters={first}",
+                    )  # fmt: skip
             found = {**_told(out, dropped), "off": watch.off}
-        adapters = out if name.startswith("together") else out / "adapters"
+        adapters = out if recipe == "together" else out / "adapters"
         loss = _held_out_loss(base, adapters, held_out)
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
         return {**found, "loss": loss}
 
-    names = ["ours", *rounds, *(f"together_{order}" for order in range(asked.orders)), "ours_few"]
+    ours = [f"ours_{number}" for number in range(asked.federations)]
+    together = [f"together_{number}" for number in range(asked.orders)]
+    names = [ours[0], *rounds, *together, *ours[1:]]
     found = {name: _once(folder / f"{name}.json", partial(made, name)) for name in names}
     found["first"] = {"loss": _held_out_loss(base, first, held_out)}
-    parts = sorted((folder / "ours" / "clients").glob("*/data.jsonl"))
+    parts = sorted((folder / "fedavg" / "clients").glob("*/data.jsonl"))
     return {
         "recipes": found,
         "rows": [len(part.read_text().splitlines()) for part in parts],
-        "dropped": {number: sorted(each) for number, each in dropped.items()},
         "held_out_bytes": len(held_out),
         "numbers": {each: len(vector_of(read_tensors(first), each)) for each in FACTORS},
     }
@@ -274,17 +279,15 @@ def _whole_batch(asked: Any) -> tuple[str, str]:
     return f"global_batch = {asked.batch}\n", f"global_batch = {asked.batch * asked.steps}\n"
 
 
-def _together(folder: Path, job: str, asked: Any, order: int) -> Path:
+def _together(folder: Path, job: str, asked: Any, out: Path, seed: int) -> None:
     names = ", ".join(f'"{folder / name}.jsonl"' for name in SOURCES)
     (folder / "together.toml").write_text(f"{job}source = [{names}]\n")
     batch = asked.batch * asked.steps * (asked.clients - asked.clients // 4)
-    out = folder / f"together_{order}"
     _command(
         "paceline.federate.client_round", str(folder / "together.toml"), str(out),
-        f"train.global_batch={batch}", f"train.seed={order}",
+        f"train.global_batch={batch}", f"train.seed={seed}",
         f"finetune.adapters={folder / 'first'}",
     )  # fmt: skip
-    return out
 
 
 def _held_out_loss(base: Path, adapters: Path, text: bytes) -> float:
@@ -343,9 +346,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
-def _dropped(asked: Any) -> dict[int, set[int]]:
+def _dropped(asked: Any, seed: int) -> dict[int, set[int]]:
     """The clients that are killed in each round."""
-    stream = np.random.default_rng(asked.seed)
+    stream = np.random.default_rng(seed)
     return {
         number: set(stream.choice(asked.clients, asked.clients // 4, replace=False).tolist())
         for number in range(asked.rounds + 1)
@@ -359,7 +362,6 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True)
         self._folder, self._dropped, self._first = folder, dropped, first
         self._server: ServerOptimizer | None = None
-        self._kept: dict[int, Any] = {}
         self.over = threading.Event()
         self.off: list[float] = []
         """Of each round of ours: the farthest that a number of the adapters is from what the
@@ -392,14 +394,10 @@ class _Watch(threading.Thread):
         total: Any = 0.0
         samples = 0
         for client in range(len(list((self._folder / "clients").iterdir()))):
-            own = self._folder / "clients" / str(client)
-            if client in self._dropped[number] or not (own / "error-gradient.npy").exists():
-                continue
-            kept = np.load(own / "error-gradient.npy")
-            gradient = vector_of(read_tensors(own / GRADIENT), "all")
-            told = gradient + self._kept.get(client, 0.0) - kept
-            self._kept[client] = kept
-            total, samples = total + told, samples + read_job(own / "job.toml").train.global_batch
+            if client not in self._dropped[number]:
+                own = self._folder / "clients" / str(client)
+                total = total + np.load(own / "told.npy")
+                samples += read_job(own / "job.toml").train.global_batch
         if number and self._server is not None:
             after = vector_of(self._server.step(number - 1, total / samples), "all")
             shared = vector_of(read_tensors(self._folder / "adapters"), "all")
@@ -436,7 +434,8 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
     for line in lines:
         if line["answered"] != clients - len(dropped[line["round"]]):
             raise SystemExit(f"{folder.name}: others dropped out than were to: {line}")
-    answers = sum(line["answered"] for line in lines)
+    # Ours has a round 0 before the others, whose bytes count.
+    answers = sum(line["answered"] for line in lines if line["round"])
     upload = sum(line["upload_bytes"] for line in lines) / answers
     print(f"{folder.name}: {upload:,.0f} bytes from a client in a round", flush=True)
     return {"upload_bytes": upload, "rounds": lines}
@@ -448,6 +447,7 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
 def _page(found: dict[str, Any], asked: Any) -> str:
     recipes = found["recipes"]
     plain, secret = (recipes[name]["upload_bytes"] for name in ("fedavg", "fedavg_secagg"))
+    ours = [each for name, each in recipes.items() if name.startswith("ours")]
     together = [each["loss"] for name, each in recipes.items() if name.startswith("together")]
     mean = sum(together) / len(together)
     titles = (
@@ -463,37 +463,40 @@ def _page(found: dict[str, Any], asked: Any) -> str:
         return f"{loss:.4f}", f"{loss / mean - 1:+.2%}"
 
     lines: list[Sequence[str]] = []
-    for key, name in (
-        ("ours", f"paceline federate, SecAgg+, {asked.bits} bits"),
-        ("ours_few", f"paceline federate, SecAgg+, {FEW} bits, {SHARE:.0%} of the numbers"),
-        ("fedavg", "Flower's FedAvg, fp32"),
-        ("fedavg_secagg", "Flower's FedAvg and SecAgg+"),
+    for recipe, name in (
+        *((each, f"paceline federate, SecAgg+, {number}") for number, each in enumerate(ours)),
+        (recipes["fedavg"], "Flower's FedAvg, fp32"),
+        (recipes["fedavg_secagg"], "Flower's FedAvg and SecAgg+"),
     ):
-        upload, rounds = recipes[key]["upload_bytes"], recipes[key]["rounds"]
+        upload, rounds = recipe["upload_bytes"], recipe["rounds"]
         shares = (f"1 / {plain / upload:.2f}", f"1 / {secret / upload:.2f}")
-        loss = told(recipes[key]["loss"]) if len(rounds) >= asked.rounds else ("", "")
+        loss = told(recipe["loss"]) if len(rounds) >= asked.rounds else ("", "")
         lines.append((name, bytes_text(upload), *shares, *loss))
     lines += [
         ("all data together, mean", "", "", "", *told(mean)),
         *(
-            (f"all data together, order {order}", "", "", "", *told(loss))
-            for order, loss in enumerate(together)
+            (f"all data together, {number}", "", "", "", *told(loss))
+            for number, loss in enumerate(together)
         ),
         ("no adapters", "", "", "", *told(recipes["first"]["loss"])),
     ]
     counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
-    each, ours = asked.batch * asked.steps, (recipes["ours"], recipes["ours_few"])
-    farthest = " and ".join(f"{max(recipe['off']):.1e}" for recipe in ours)
+    each, farthest = asked.batch * asked.steps, max(max(each["off"]) for each in ours)
+    mean_of_ours = sum(each["loss"] for each in ours) / len(ours)
     return f"""# Federated adapters
 
 {markdown(titles, lines, ("recipe",))}
+Mean of {len(ours)} federations of ours: {mean_of_ours / mean - 1:+.2%} of all data together.
+Each has other parts and orders of the data, and others are lost. They tell {asked.bits} bits of
+{asked.told:.0%} of the numbers.
+
 {asked.clients} clients with {min(found["rows"])} to {max(found["rows"])} rows, of whom
 {asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
 A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on each client, one of
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
 together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate falls from
 {asked.lr:g} by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
-{counts["b"]:,} in B. Numbers of the adapters are at most {farthest} from what the server's
+{counts["b"]:,} in B. Numbers of the adapters are at most {farthest:.1e} from what the server's
 optimizer makes of the mean of what clients told. Losses are in nats a byte, of
 {found["held_out_bytes"]:,} held-out bytes.
 """

@@ -7,7 +7,7 @@ from paceline.config.job import read_job
 from paceline.federate import gradients_process
 from paceline.federate.client_round import main as train_alone
 from paceline.federate.command import write_start
-from paceline.federate.gradients import HALF, Scale, Telling, least_bits
+from paceline.federate.gradients import HALF, Scale, Telling, Understood, least_bits
 from paceline.federate.grid import Form, centred, modulus_bits
 from paceline.federate.rotation import Rotation
 from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
@@ -59,69 +59,90 @@ def gradients(stream):
     return [(common + stream.normal(size=len(common)) * widths) * SAMPLES for _ in range(CLIENTS)]
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9])
-def test_what_is_understood_is_the_mean_but_for_what_clients_keep(share):
-    """Over all rounds, to rounding of fp64: no sum left the modulus, and nothing is lost."""
-    stream = np.random.default_rng(0)
-    scale, before = Scale(np.zeros(len(COUNTS)), 1.0), np.zeros(len(COUNTS))
-    kept = [np.zeros(sum(COUNTS))] * CLIENTS
-    asked, learnt, last = np.zeros(sum(COUNTS)), np.zeros(sum(COUNTS)), []
-    for number in range(31):
+def rounds_of(share, count=30):
+    """Of clients with these gradients: the scale of each round, what they asked for, their values
+    added up as they come out of masks, and what is understood."""
+    stream, before = np.random.default_rng(0), None
+    scale = Scale(np.zeros(len(COUNTS)), 1.0)
+    for number in range(count + 1):
         telling, given = Telling(COUNTS, number, share), gradients(stream)
-        told = [telling.told(g + k, SAMPLES, scale) for g, k in zip(given, kept, strict=True)]
-        sums = sum(values for values, _ in told)
-        cut = np.concatenate([sums[: telling.num_head], sums[telling.num_head :] % 2**BITS])
-        found = telling.understood(cut, CLIENTS, scale, BITS)
-        if number:
-            assert (centred(cut[telling.num_head :], BITS) == sums[telling.num_head :]).all()
-            kept = [error for _, error in told]
-            asked += np.sum(given, 0) / (CLIENTS * SAMPLES)
-            learnt += found.mean
-        else:
-            assert len(sums) == 1 + len(COUNTS)
-            assert not found.mean.any()
-        last.append(found)
-        scale, before = found.next_scale(before, CLIENTS, BITS), found.sizes
-    left = np.sum(kept, 0) / (CLIENTS * SAMPLES)
-    widths = np.repeat(WIDTHS, COUNTS)
-    assert (learnt + left) / widths == pytest.approx(asked / widths, abs=1e-9)
-    assert np.abs(left / widths).max() < 3
-    assert last[0].sizes == pytest.approx(np.array(WIDTHS) * SAMPLES * np.sqrt(4 / 3), rel=0.2)
-    assert learnt[3050:12050] / 30 == pytest.approx(np.linspace(-0.1, 0.1, 9000), abs=0.05)
+        told = [telling.told(each, SAMPLES, scale, n) for n, each in enumerate(given)]
+        sums = np.sum(told, 0)
+        sums[telling.num_head :] %= 2**BITS
+        found = telling.understood(sums, range(CLIENTS), scale, BITS)
+        yield telling, scale, given, told, found
+        scale, before = found.next_scale(before, scale, BITS), found
+
+
+def test_round_0_tells_sizes_alone():
+    [(telling, _, _, told, found)] = rounds_of(1.0, 0)
+    assert telling.num_told == 0
+    assert all(len(values) == 1 + len(COUNTS) for values in told)
+    assert not found.mean.any()
+    expected = np.array(WIDTHS) * np.sqrt(SAMPLES) * np.sqrt(4 / 3)
+    assert found.sizes == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_what_is_understood_is_the_mean_of_what_clients_told(share):
+    """To rounding of fp64: no sum of so many left the modulus."""
+    for telling, scale, _, told, found in list(rounds_of(share))[1:]:
+        values = [each[telling.num_head :] for each in told]
+        meant = sum(telling.meant(each, [n], scale) for n, each in enumerate(values))
+        widths = np.repeat(WIDTHS, COUNTS)
+        asked = meant / (CLIENTS * SAMPLES * widths)
+        assert found.mean / widths == pytest.approx(asked, abs=1e-9)
+        assert found.samples == CLIENTS * SAMPLES
+
+
+def test_rounding_is_right_in_the_mean_and_as_large_as_the_grid_says():
+    """Errors are evenly spread over a step, whatever the gradient is: of no correlation with it."""
+    widths, errors = np.repeat(WIDTHS, COUNTS), []
+    for _, scale, given, _, found in list(rounds_of(1.0))[1:]:
+        assert 0.5 < scale.step / np.sqrt(SAMPLES) < 3  # of one client's numbers
+        error = (found.mean * CLIENTS * SAMPLES - np.sum(given, 0)) / np.repeat(
+            scale.divisors, COUNTS
+        )
+        expected = scale.step * np.sqrt(CLIENTS / 12)
+        assert error.std() == pytest.approx(expected, rel=0.03)
+        assert abs(np.corrcoef(error, np.sum(given, 0) / widths)[0, 1]) < 5 / np.sqrt(len(error))
+        errors.append(error / expected)
+    assert np.mean(errors, 0).std() == pytest.approx(1 / np.sqrt(30), rel=0.03)
 
 
 def test_of_a_tensor_of_unknown_size_the_direction_is_told_first():
     """As of A of an adapter, whose gradient is zero until B isn't."""
+    nodes, start = range(3), Scale(np.zeros(2), 1.0)
     first = np.concatenate([np.ones(10), np.zeros(10)])
-    telling, scale = Telling((10, 10), 0, 1.0), Scale(np.zeros(2), 1.0)
-    values, error = telling.told(first, 4, scale)
-    assert not error.any()
-    found = telling.understood(values * 3, 3, scale, 8)
-    assert found.sizes == pytest.approx([1.0, 0.0])
-    scale = found.next_scale(np.zeros(2), 3, 8)
+    telling = Telling((10, 10), 0, 1.0)
+    sizes = telling.understood(telling.told(first, 4, start, 0) * 3, nodes, start, 12)
+    assert sizes.sizes == pytest.approx([0.5, 0.0])
+    scale = sizes.next_scale(None, start, 12)
     again = Telling((10, 10), 1, 1.0)
-    values, error = again.told(first, 4, scale)
-    assert not error[10:].any()
-    found = again.understood(values * 3, 3, scale, 8)
+    found = again.understood(sum(again.told(first, 4, scale, n) for n in nodes), nodes, scale, 12)
     assert found.mean[:10] == pytest.approx(np.full(10, 0.25), rel=0.1)
     assert not found.mean[10:].any()  # not even the grid's noise
     then = np.concatenate([np.ones(10), np.full(10, 2.0)])
-    values, error = again.told(then, 4, scale)
-    assert error[10:] == pytest.approx(then[10:])
-    found = again.understood(values * 3, 3, scale, 8)
-    assert found.sizes == pytest.approx([1.0, 2.0], rel=0.01)
+    found = again.understood(sum(again.told(then, 4, scale, n) for n in nodes), nodes, scale, 12)
+    assert found.sizes == pytest.approx([0.5, 1.0], rel=0.01)
     assert found.mean[:10] == pytest.approx(np.full(10, 0.25), rel=0.1)
     assert found.mean[10:] == pytest.approx(np.full(10, 0.25e-6), rel=0.2)
+    assert found.next_scale(sizes, scale, 12).sizes == pytest.approx([0.5, 2.0], rel=0.01)
 
 
-def test_a_gradient_far_larger_than_expected_is_told_in_parts():
+def test_of_a_gradient_far_larger_than_expected_no_more_is_told_than_four_times_that():
     scale = Scale(np.array([1.0]), 0.1)
     telling = Telling((64,), 1, 1.0)
-    values, error = telling.told(np.full(64, 100.0), 1, scale)
-    assert np.sqrt(np.mean(np.square(values[telling.num_head :] * 0.1))) == pytest.approx(
-        4, rel=0.1
-    )
-    assert error == pytest.approx(np.full(64, 96.0), rel=0.02)
+    values = telling.told(np.full(64, 100.0), 4, scale, 0)
+    meant = telling.meant(values[telling.num_head :], [0], scale)
+    assert meant == pytest.approx(np.full(64, 2 * 4.0), abs=0.3)
+
+
+def test_the_grid_grows_at_once_and_becomes_finer_slowly():
+    scale, before = Scale(np.ones(1), 2.0), Understood(np.zeros(1), 16, np.ones(1), 1.0)
+    assert before.next_scale(before, scale, 4).step == 2.0  # 4 * sqrt(16) / 8
+    assert before._replace(samples=64).next_scale(before, scale, 4).step == 4.0
+    assert before._replace(samples=4).next_scale(before, scale, 4).step == np.sqrt(2.0)
 
 
 def test_masks_taken_off_later_leave_the_lowest_bits():
@@ -140,7 +161,7 @@ def test_masks_taken_off_later_leave_the_lowest_bits():
 
 
 def test_more_clients_need_more_bits():
-    assert [least_bits(clients) for clients in (3, 8, 24, 1000)] == [3, 4, 5, 8]
+    assert [least_bits(clients) for clients in (3, 8, 24, 1000)] == [3, 3, 4, 8]
 
 
 @pytest.fixture
@@ -181,19 +202,18 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
     computed.keep_running(tmp_path)
     tensors = first = read_tensors(tmp_path / shares)
     counts = [each.size for each in tensors.values()]
-    optimizer, kept = ServerOptimizer(tmp_path, tensors), np.zeros(sum(counts))
-    scale, before = Scale(np.zeros(len(counts)), 1.0), np.zeros(len(counts))
+    optimizer, before = ServerOptimizer(tmp_path, tensors), None
+    scale = Scale(np.zeros(len(counts)), 1.0)
     for number in range(7):
         samples = computed.compute(max(number - 1, 0))
         telling = Telling(counts, number, 1.0)
         gradient = vector_of(read_tensors(tmp_path / GRADIENT), "all")
-        values, error = telling.told(gradient + kept, samples, scale)
-        found = telling.understood(values, 1, scale, 16)
+        values = telling.told(gradient, samples, scale, 7)
+        found = telling.understood(values, [7], scale, 16)
         if number:
-            kept = error
             tensors = optimizer.step(number - 1, found.mean)
             write_tensors(tmp_path / shares, tensors)
-        scale, before = found.next_scale(before, 1, 16), found.sizes
+        scale, before = found.next_scale(before, scale, 16), found
     alone = vector_of(read_tensors(tmp_path / "alone"), "all")
     moved = alone - vector_of(first, "all")
     missed = alone - vector_of(tensors, "all")

@@ -7,7 +7,7 @@ as 8 bytes each, it leaves the bits that they have.
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Context, Message
@@ -34,38 +34,27 @@ from paceline.federate.shared_file import (
 )
 
 
-class _Told(NamedTuple):
-    values: Ints
-    """(m,) what the server gets the sum of."""
-    kept: Path
-    """File of what isn't told."""
-    error: Floats
-    """(n,) what is in it from now on."""
-
-
 class _Client(NumPyClient):
     """One that has its part of the data in a folder."""
 
-    def __init__(self, folder: Path, stated: dict[str, Any]) -> None:
-        self._folder, self._stated = folder, stated
+    def __init__(self, folder: Path, stated: dict[str, Any], node: int) -> None:
+        self._folder, self._stated, self._node = folder, stated, node
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
-        """Take what is shared, and tell what this client makes of it: whole numbers, (m,).
-
-        What they leave out stays here until the same is told again.
-        """
+        """Take what is shared, and tell what this client makes of it: whole numbers, (m,)."""
         shares: Shares = self._stated["shares"]
         given = self._folder / shares
         names = read_tensors(given, trained_names(Path(self._stated["folder"])))
         before = dict(zip(names, parameters, strict=True))
         write_tensors(given, before)
         told = self._change if self._stated["tells"] == "changes" else self._gradient
-        values, kept, error = told(before, int(config["round"]), config)
-        np.save(kept, error)
-        return [values.astype(np.float64)], 1, {}
+        return [told(before, int(config["round"]), config).astype(np.float64)], 1, {}
 
-    def _change(self, before: Tensors, number: int, config: dict[str, Any]) -> _Told:
-        """Train for a while; with the size of the change, unless there is privacy."""
+    def _change(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
+        """Train for a while; with the size of the change, unless there is privacy.
+
+        What is left out stays here until the same is told again.
+        """
         factor: Factor = config["factor"]
         train_round(self._folder, self._stated["cwd"], number, factor, self._stated["shares"])
         after = read_tensors(self._folder / f"round-{number}", before)
@@ -73,33 +62,36 @@ class _Client(NumPyClient):
             if older.parent.name != f"round-{number}":
                 older.unlink()
         kept = self._folder / f"error-{factor}.npy"
-        change = _with_kept(vector_of(after, factor) - vector_of(before, factor), kept, number)
+        change = vector_of(after, factor) - vector_of(before, factor)
+        if kept.exists():
+            change += np.load(kept)
+        _must_be_finite(change, number)
         limit, stream = config["limit"], np.random.default_rng()
         bits, clip = int(self._stated["bits"]), float(self._stated["clip"])
         if clip:
             values, error = on_grid_within(change, limit, bits, clip, stream)
         else:
             values, error = on_grid(with_size(change, limit), limit, bits, stream)
-        return _Told(values, kept, error[: len(change)])
+        np.save(kept, error[: len(change)])
+        return values
 
-    def _gradient(self, before: Tensors, number: int, config: dict[str, Any]) -> _Told:
+    def _gradient(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
         """The gradient of a batch, of which round 0 tells the sizes alone."""
         samples = gradients_process.compute(number)
-        kept = self._folder / "error-gradient.npy"
-        found = read_tensors(self._folder / GRADIENT, before)
-        gradient = _with_kept(vector_of(found, "all"), kept, number)
+        gradient = vector_of(read_tensors(self._folder / GRADIENT, before), "all")
+        _must_be_finite(gradient, number)
         counts = [each.size for each in before.values()]
         telling = Telling(counts, number, float(self._stated["told"]))
-        values, error = telling.told(gradient, samples, Scale.of_json(config["scale"]))
-        return _Told(values, kept, error)
+        scale = Scale.of_json(config["scale"])
+        values = telling.told(gradient, samples, scale, self._node)
+        meant = telling.meant(values[telling.num_head :], [self._node], scale)
+        np.save(self._folder / "told.npy", meant)
+        return values
 
 
-def _with_kept(asked: Floats, kept: Path, number: int) -> Floats:
-    if kept.exists():
-        asked = asked + np.load(kept)
-    if not np.isfinite(asked).all():
+def _must_be_finite(found: Floats, number: int) -> None:
+    if not np.isfinite(found).all():
         raise ValueError(f"round {number} came to numbers that are not finite")
-    return asked
 
 
 def train_round(
@@ -144,7 +136,8 @@ def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> M
 
 def _client_of(context: Context) -> Any:
     folder = Path(str(context.run_config["folder"])) / "clients"
-    client = _Client(folder / str(context.node_config["client"]), dict(context.run_config))
+    folder = folder / str(context.node_config["client"])
+    client = _Client(folder, dict(context.run_config), context.node_id)
     return client.to_client()
 
 

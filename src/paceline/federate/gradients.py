@@ -4,19 +4,20 @@ One optimizer, the server's, gets the mean gradient of all batches of a round. S
 what one process does that has these batches, but for rounding.
 
 How few bits a number needs: a gradient is divided by its tensors' sizes and turned (`rotation`), so
-that all its numbers are spread alike; a share of them is rounded to whole steps of a grid, and told
-modulo 2^bits. The step is the one with which the *sum* of all clients stays within the modulus:
-half of it is `_sure` times what the sum's numbers are spread by, as the round before showed. What
-single batches have of noise cancels in the sum, and no bits are spent on it. What rounding and
-the share leave out stays with the client and is added to its next gradient (error feedback,
-https://arxiv.org/abs/1901.09847).
+that all its numbers are spread alike. Each is moved by a dither, which is drawn for this client and
+round alone, and rounded to whole steps of a grid; the server draws the same dithers and takes them
+off the sum. So a number is told right in the mean, with an error that is spread evenly over a step
+whatever the number is (https://arxiv.org/abs/2006.03262), and nothing is left for later rounds.
+Numbers are told modulo 2^bits, and the step is the one with which the *sum* of all clients stays
+within the modulus: half of it is `_sure` times what the sum's numbers are spread by, as the rounds
+before showed. What single batches have of noise cancels in the sum, and takes no bits.
 
 Round 0 tells the sizes alone.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,18 +33,19 @@ _LONGEST = 4.0  # times the size that was expected
 _MOST_GROWTH = 2.0
 _FAINT = 1e-6
 """Of the largest size: what tensors are told at whose size isn't known. AdamW's and Lion's first
-steps are of one length whatever the size, so they take it; the rest stays with the client."""
-_ALIKE_AT_FIRST = 2.0  # 1.2 to 2.1 in the first rounds of benchmarks/federated.py, imitated
-_COARSEST = 3.0
-"""Times the size of a client's numbers: on a coarser grid nearly all would be zero."""
+steps are of one length whatever the size, so they take it."""
+_ALIKE_AT_FIRST = 8.0  # 4 to 9 in the first rounds of benchmarks/federated.py, imitated
+_MOST_NOISE = 0.5
+"""Of the mean square of a sum's numbers."""
 
 
 class Scale(NamedTuple):
     """By what all divide in a round."""
 
     sizes: Floats
-    """(tensors,) root mean squares that numbers of a client's gradient are expected to have; 0: it
-    is not known, so the direction is told, as if it were `_FAINT`."""
+    """(tensors,) root mean squares that numbers of a client's gradient are expected to have, over
+    the square root of its samples; 0: it is not known, so the direction is told, as if it were
+    `_FAINT`."""
     step: float
     """Of the grid, in these sizes."""
 
@@ -73,9 +75,8 @@ class Telling:
     """
 
     def __init__(self, counts: Sequence[int], number: int, share: float) -> None:
-        self._counts = np.array(counts)
+        self._counts, self._number = np.array(counts), number
         self._starts = np.cumsum([0, *counts[:-1]])
-        self._share = share
         self._rotation = Rotation(int(self._counts.sum()), number, share)
         self.num_told = self._rotation.num_kept if number else 0
         """Numbers of the gradient that a client tells."""
@@ -85,51 +86,67 @@ class Telling:
         """Numbers before them: samples, and a size for each tensor."""
         return 1 + len(self._counts)
 
-    def told(self, gradient: Floats, samples: int, scale: Scale) -> tuple[Ints, Floats]:
-        """What a client tells, (num_head + num_told,), and what of the gradient it doesn't, (n,).
+    def told(self, gradient: Floats, samples: int, scale: Scale, node: int) -> Ints:
+        """What a client tells: (num_head + num_told,).
 
         Args:
-            gradient: (n,) sum over the samples, with what wasn't told before.
+            gradient: (n,) sum over the samples.
             samples: of the sum.
             scale: of the round.
+            node: a number that no other client has; at least 0.
         """
-        sizes = self._sizes(gradient)
+        sizes = self._sizes(gradient) / math.sqrt(samples)
         head = np.concatenate([[samples], _as_parts(np.where(sizes > 0, sizes, scale.sizes))])
-        if not self.num_told:
-            return head, np.zeros_like(gradient)
         longest = np.where(scale.sizes > 0, _LONGEST, 1.0)
         factor = np.minimum(1 / scale.divisors, longest / np.maximum(sizes, 1e-300))
         turned = self._rotation.turned(gradient * np.repeat(factor, self._counts))
-        values = np.rint(turned / scale.step).clip(-HALF, HALF)
-        is_told = (scale.sizes > 0) | (sizes > 0)
-        error = gradient - self._back(values, scale) * np.repeat(is_told, self._counts)
-        return np.concatenate([head, values]).astype(np.int64), error
+        values = turned[: self.num_told] / scale.step + self._dither(node)
+        return np.concatenate([head, np.rint(values).clip(-HALF, HALF)]).astype(np.int64)
 
-    def understood(self, sums: Ints, answered: int, scale: Scale, bits: int) -> "Understood":
-        """What the server learns of the sum of what so many clients told.
+    def meant(
+        self, values: Ints, nodes: Iterable[int], scale: Scale, bits: int | None = None
+    ) -> Floats:
+        """The sum of gradients, (n,), that the sum of what clients told stands for.
+
+        Args:
+            values: (num_told,)
+            nodes: the clients.
+            scale: of the round.
+            bits: the values are known modulo 2^bits; None: as they are.
+        """
+        if not self.num_told:
+            return np.zeros(int(self._counts.sum()))
+        found = values.astype(np.float64)
+        for node in nodes:
+            found -= self._dither(node)
+        if bits is not None:
+            found = centred(found, bits)
+        total = self._rotation.turned_back(found * (scale.step / self._rotation.share))
+        return total * np.repeat(scale.divisors, self._counts)
+
+    def understood(self, sums: Ints, nodes: Sequence[int], scale: Scale, bits: int) -> "Understood":
+        """What the server learns of the sum of what clients told.
 
         Args:
             sums: (num_head + num_told,) the latter modulo 2^bits.
-            answered: clients that it is the sum of.
+            nodes: the clients.
             scale: of the round.
             bits: of a masked number of the gradient.
         """
-        samples, parts = int(sums[0]), sums[1 : self.num_head] / answered
+        samples, parts = int(sums[0]), sums[1 : self.num_head] / len(nodes)
         sizes = np.where(parts > _NO_SIZE / 2, np.exp2(parts / _PARTS), 0.0)
-        total = self._back(centred(sums[self.num_head :], bits).astype(np.float64), scale)
+        total = self.meant(sums[self.num_head :], nodes, scale, bits)
         total = total * np.repeat(sizes > 0, self._counts)  # the grid's noise is no gradient
-        known = (sizes > 0) & (scale.sizes > 0) & (self.num_told > 0)
-        alike = _ALIKE_AT_FIRST
+        alike, known = _ALIKE_AT_FIRST, (sizes > 0) & (scale.sizes > 0) & (self.num_told > 0)
         if known.any():
-            own = np.square(self._sizes(total)[known] / sizes[known]) / self._share
-            alike = max(1.0, np.average(own, weights=self._counts[known]) / answered)
-        return Understood(total / samples, sizes, alike)
+            noise = len(nodes) / 12 * np.square(scale.step * scale.divisors)
+            own = self._rotation.share * np.square(self._sizes(total)) - noise
+            ratios = own[known] / (samples * np.square(sizes[known]))
+            alike = max(1.0, np.average(ratios, weights=self._counts[known]))
+        return Understood(total / samples, samples, sizes, alike)
 
-    def _back(self, values: Floats, scale: Scale) -> Floats:
-        if not self.num_told:
-            return np.zeros(int(self._counts.sum()))
-        turned_back = self._rotation.turned_back(values * scale.step)
-        return turned_back * np.repeat(scale.divisors, self._counts)
+    def _dither(self, node: int) -> Floats:
+        return np.random.default_rng([self._number, node]).random(self.num_told) - 0.5
 
     def _sizes(self, gradient: Floats) -> Floats:
         return np.sqrt(np.add.reduceat(np.square(gradient), self._starts) / self._counts)
@@ -140,48 +157,56 @@ class Understood(NamedTuple):
 
     mean: Floats
     """(n,) gradient, of all samples."""
+    samples: int
+    """Of those who told theirs."""
     sizes: Floats
-    """(tensors,) that clients' gradients had, in the geometric mean; 0: it is not known."""
+    """(tensors,) that clients' gradients had, over the square root of their samples, in the
+    geometric mean; 0: it is not known."""
     alike: float
-    """Mean square of the sum's numbers over what it is where gradients have nothing in common, the
-    clients times the square of one's size: from 1 to the clients, where all are the same."""
+    """Mean square of the sum's numbers, over what it is where gradients of single samples have
+    nothing in common; at least 1."""
 
-    def next_scale(self, before: Floats, asked: int, bits: int) -> Scale:
+    def next_scale(self, before: "Understood | None", scale: Scale, bits: int) -> Scale:
         """That of the next round.
 
         Sizes may go on growing as they did. One that was not known grows the most, as A of an
-        adapter does once B is no longer zero, unless nothing has been changed yet.
+        adapter does once B is no longer zero, unless nothing has been changed yet. The step
+        is what this round would have needed, or, where that is finer, the geometric mean of it and
+        the round's: who answers, and how alike gradients are, changes from round to round.
 
         Args:
-            before: (tensors,) sizes of the round before; 0: unknown.
-            asked: clients of a round, of whom each may answer.
+            before: what was learnt in the round before; None: this is the first.
+            scale: of the round.
             bits: of a masked number.
         """
-        new = np.full_like(before, np.inf if before.any() else 1.0)
-        growth = np.divide(self.sizes, before, where=before > 0, out=new)
-        sizes = self.sizes * growth.clip(1.0, _MOST_GROWTH)
-        return Scale(sizes, _step(self.alike, asked, bits))
+        step = _step(bits, self.alike * self.samples)
+        if before is None:
+            return Scale(self.sizes, step)
+        growth = np.full_like(self.sizes, _MOST_GROWTH)
+        np.divide(self.sizes, before.sizes, out=growth, where=before.sizes > 0)
+        step = max(step, math.sqrt(scale.step * step))
+        return Scale(self.sizes * growth.clip(1.0, _MOST_GROWTH), step)
 
 
-def _step(alike: float, clients: int, bits: int) -> float:
-    """Of the grid on which the sum of so many clients is within the modulus."""
-    return _sure(bits) * math.sqrt(alike * clients) / 2 ** (bits - 1)
+def _step(bits: int, square: float) -> float:
+    """Of the grid on which a sum whose numbers have this mean square is within the modulus."""
+    return _sure(bits) * math.sqrt(square) / 2 ** (bits - 1)
 
 
 def _sure(bits: int) -> float:
     """How far the modulus reaches, in what the sum's numbers are spread by.
 
-    With 4 bits 5.5: 4e-8 of numbers that are spread like a Gaussian are beyond, and more where
+    With 4 bits 4.0: 6e-5 of numbers that are spread like a Gaussian are beyond, and more where
     gradients are suddenly larger. A number beyond is wrong by the modulus, as if badly rounded.
-    With more bits than 5 there is room to spare.
+    Both errors together are about the least so. With more bits there is room to spare.
     """
-    return min(8.0, 1.375 * bits)
+    return min(max(3.0, bits), 8.0)
 
 
 def least_bits(clients: int) -> int:
-    """With which the step is no longer than numbers of one client's gradient, mostly."""
+    """With which rounding adds no more than `_MOST_NOISE` to the sum of so many clients."""
     bits = 2
-    while _step(_ALIKE_AT_FIRST, clients, bits) > _COARSEST:
+    while clients / 12 * _step(bits, 1.0) ** 2 > _MOST_NOISE:
         bits += 1
     return bits
 

@@ -82,7 +82,7 @@ class Form(NamedTuple):
         return np.concatenate([wide, others])
 
 
-def centred(sums: Ints, bits: int) -> Ints:
+def centred(sums: Floats, bits: int) -> Floats:
     """Sums that are known modulo 2^bits, as the numbers nearest to zero that they can be."""
     half = 1 << (bits - 1)
     return (sums + half) % (1 << bits) - half

@@ -34,6 +34,11 @@ class Rotation:
         self._kept = max(1, round(share * self._block))
 
     @property
+    def share(self) -> float:
+        """That is kept: `share`, in whole numbers of a block."""
+        return self._kept / self._block
+
+    @property
     def num_kept(self) -> int:
         """Numbers of a turned vector."""
         return len(self._signs) // self._block * self._kept

@@ -8,7 +8,7 @@ import numpy as np
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.strategy import Strategy
 
-from paceline.federate.gradients import Scale, Telling
+from paceline.federate.gradients import Scale, Telling, Understood
 from paceline.federate.grid import Floats
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import (
@@ -44,8 +44,13 @@ class Rounds(Strategy):
         self._shared = Path(stated["folder"]) / stated["shares"]
         self.tensors = read_tensors(self._shared, trained_names(self._shared.parent))
         self.bits, self.taking_part = int(stated["bits"]), int(stated["taking-part"])
-        self.asked = self.answered = 0
-        self.is_summed = False
+        self.asked, self.is_summed = 0, False
+        self._nodes: list[int] = []
+
+    @property
+    def answered(self) -> int:
+        """Clients that the sum of the round is of."""
+        return len(self._nodes)
 
     @abstractmethod
     def count(self, number: int) -> int:
@@ -79,7 +84,7 @@ class Rounds(Strategy):
         if server_round == 1:
             client_manager.wait_for(int(self.stated["clients"]), self.stated["timeout"])
         self.asked = min(self.taking_part, client_manager.num_available())
-        self.answered, self.is_summed = 0, False
+        self._nodes, self.is_summed = [], False
         if self.asked < 3:
             return []
         number = server_round - 1 + self.first
@@ -90,7 +95,7 @@ class Rounds(Strategy):
         self, server_round: int, results: list[tuple[Any, FitRes]], failures: Any
     ) -> Any:
         """Take the mean; each result holds it, and nobody's own."""
-        self.answered = len(results)
+        self._nodes = [int(client.cid) for client, _ in results]
         if self.answered < self.stated["least"] * self.asked:
             return None, {}
         [mean] = parameters_to_ndarrays(results[0][1].parameters)
@@ -179,8 +184,8 @@ class Gradients(Rounds):
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
         self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
-        self._sizes = np.zeros(len(self.tensors))
-        self._scale = Scale(self._sizes, 1.0)
+        self._scale = Scale(np.zeros(len(self.tensors)), 1.0)
+        self._before: Understood | None = None
 
     def count(self, number: int) -> int:
         """A head, and unless it is round 0 a gradient."""
@@ -195,11 +200,11 @@ class Gradients(Rounds):
         """Step, but for the round that tells sizes alone."""
         sums = np.rint(mean * self.answered).astype(np.int64)
         telling = self._telling(number)
-        found = telling.understood(sums, self.answered, self._scale, self.bits)
+        found = telling.understood(sums, self._nodes, self._scale, self.bits)
         if number:
             self.tensors = self._optimizer.step(number - 1, found.mean)
-        self._scale = found.next_scale(self._sizes, self.taking_part, self.bits)
-        self._sizes = found.sizes
+        self._scale = found.next_scale(self._before, self._scale, self.bits)
+        self._before = found
 
     def line(self, number: int) -> dict[str, Any]:
         """The step of the grid."""

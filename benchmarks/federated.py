@@ -118,7 +118,7 @@ FEDERATE = """
 job = "{name}_job.toml"
 clients = {clients}
 rounds = {rounds}
-{told}
+{telling}
 split = "dirichlet"
 alpha = {alpha}
 """
@@ -180,10 +180,11 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         "fedavg": f"steps = {asked.steps}",
         "fedavg_secagg": f"steps = {asked.steps}",
     }
-    for name, told in recipes.items():
+    for name, telling in recipes.items():
         text = clients.replace(*_whole_batch(asked)) if name == "ours" else clients
         (folder / f"{name}_job.toml").write_text(text)
-        (folder / f"{name}.toml").write_text(FEDERATE.format(name=name, told=told, **vars(asked)))
+        federation = FEDERATE.format(name=name, telling=telling, **vars(asked))
+        (folder / f"{name}.toml").write_text(federation)
     first = folder / "first"
     if not first.exists():
         shutil.rmtree(folder / "begun", ignore_errors=True)

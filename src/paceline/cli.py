@@ -140,9 +140,17 @@ LaunchedRun = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(version("paceline"))
+        from paceline.config.errors import InputError
+
+        try:
+            print(version("paceline"))
+        except PackageNotFoundError:
+            raise InputError(
+                "paceline runs from a folder and is not installed, so its version is not known: "
+                "install it with pip."
+            ) from None
         raise typer.Exit
 
 

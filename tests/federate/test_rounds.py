@@ -274,6 +274,21 @@ def test_what_clients_cannot_train_is_refused(folder, monkeypatch, old, new, wor
     assert not Path("federated/refused").exists()
 
 
+def test_a_start_that_is_interrupted_leaves_no_folder(folder, monkeypatch):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+
+    def interrupted(folder, *_):
+        assert folder.is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.federate.command._write_client", interrupted)
+    (folder / "cut.toml").write_text(FEDERATE)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder / "cut.toml", [], None, read_job)
+    assert not Path("federated/cut").exists()
+
+
 @pytest.mark.parametrize(
     ("lines", "table", "words"),
     [

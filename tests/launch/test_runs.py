@@ -293,6 +293,13 @@ def test_two_runs_are_compared(folder, call):
     assert call("runs", "compare", "small", "runs/small")[0].startswith("all settings are the same")
 
 
+def test_a_damaged_run_is_not_compared(folder, call):
+    (folder / "runs" / "child" / "tags.json").write_text("{")
+    out, err, code = call("runs", "compare", "small", "child")
+    assert (out, code, err.count("\n")) == ("", 2, 1)
+    assert "runs/child/tags.json" in err
+
+
 # ---- retention -----------------------------------------------------------------------------------
 
 

@@ -126,11 +126,15 @@ def prepare(
         raise InputError(
             f"{folder} can't be written ({error.strerror}): give another --out."
         ) from None
-    write_start(folder, job)
-    write_atomic(folder / JOB_FILE, to_toml(spec))
-    for client, (part, batch) in enumerate(zip(parts, batches, strict=True)):
-        own = spec.replace(train=spec.train.replace(global_batch=batch))
-        _write_client(folder, client, part, own, _shares(job))
+    try:
+        write_start(folder, job)
+        write_atomic(folder / JOB_FILE, to_toml(spec))
+        for client, (part, batch) in enumerate(zip(parts, batches, strict=True)):
+            own = spec.replace(train=spec.train.replace(global_batch=batch))
+            _write_client(folder, client, part, own, _shares(job))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
 
 

@@ -106,6 +106,9 @@ def compare_command(one: Run, other: Run, *, as_json: bool) -> None:
     """
     jobs = [to_raw(RunRecords.of(run).job) for run in (one, other)]
     parts = [read_run(run) for run in (one, other)]
+    for part in parts:
+        if part.facts.damage:
+            raise InputError(part.facts.damage)
     names = [_name(run, (one, other)) for run in (one, other)]
     settings = differing(*jobs)
     console = Console(highlight=False)

@@ -522,8 +522,9 @@ def complete_or_absent(target: Path) -> Iterator[Path]:
         partial.rename(target)
         to_disk(target.parent)
     except (OSError, SafetensorError) as error:
+        why = str(error).replace(str(partial), str(target))
         raise InputError(
-            f"{target} can't be written ({error}): give a folder that can, with room enough."
+            f"{target} can't be written ({why}): give a folder that can, with room enough."
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

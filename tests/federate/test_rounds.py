@@ -59,6 +59,7 @@ TRAINED = ADAPTED[ADAPTED.index("[") :]
 WARM = "lr = 1e-2\n[train]\nweights = true\nsteps = "
 """Of the Job: from the learning rate to how many steps, of which clients make fewer."""
 TWO_WEIGHTS = 'weight = 1\n[[data.sources]]\nname = "t"\nsource = "1.txt"\nweight = 2\n'
+SGD = 'name = "sgd"\nlr = 0.5\n'
 STAYING = '[[optim.groups]]\npattern = "*"\nlr_factor = 0.0\n'
 
 
@@ -97,7 +98,17 @@ def federated(folder, name):
     told = json.loads(done.stdout.splitlines()[-1])
     [shares] = {"adapters", "weights"} & told.keys()
     assert told[shares] == str(out / shares)
-    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    return lines_of(out)
+
+
+def lines_of(out):
+    """Of the rounds that are over."""
+    return [json.loads(line) for line in text_of(out / "rounds.jsonl").splitlines()]
+
+
+def text_of(file):
+    """Of a file; nothing where there is none."""
+    return file.read_text() if file.exists() else ""
 
 
 @pytest.mark.timeout(1800)  # Flower starts a process for each message
@@ -204,25 +215,67 @@ def test_nothing_is_left_running(folder, rounds):
     assert not running_below(folder / "federated" / "clients")
 
 
-@pytest.mark.timeout(900)
-def test_nothing_outlives_a_command_that_is_killed_in_a_round(folder):
-    pytest.importorskip("flwr")
-    (folder / "killed.toml").write_text(FEDERATE)
+def killed_when(folder, name, is_time):
+    """Begin a federation, kill the command when it is time, and wait for all that it started."""
     command = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "federate", "killed.toml"], cwd=folder
+        [sys.executable, "-m", "paceline", "federate", f"{name}.toml"], cwd=folder
     )
     try:
-        log = folder / "federated" / "killed" / "logs" / "run.log"
-        while not (log.exists() and "strategy sampled" in log.read_text()):
+        while not is_time(folder / "federated" / name):
             assert command.poll() is None
-            time.sleep(0.5)
+            time.sleep(0.2)
     finally:
         command.kill()
         command.wait()
-    left = running_below(folder / "federated" / "killed")
+    left = running_below(folder / "federated" / name)
     assert left
     assert not psutil.wait_procs(left, timeout=60)[1]
-    assert not running_below(folder / "federated" / "killed")
+    assert not running_below(folder / "federated" / name)
+
+
+@pytest.mark.timeout(1800)
+def test_a_command_that_is_killed_leaves_nothing_running_and_goes_on(folder, monkeypatch):
+    """Before the first round is over, and after it; of changes."""
+    pytest.importorskip("flwr")
+    (folder / "killed.toml").write_text(FEDERATE)
+    out = folder / "federated" / "killed"
+    killed_when(folder, "killed", lambda at: "strategy sampled" in text_of(at / "logs/run.log"))
+    assert not (out / "rounds.jsonl").exists()
+    killed_when(folder, "killed", lambda at: text_of(at / "rounds.jsonl"))
+    [first] = lines_of(out)
+    (out / "rounds.jsonl").write_text("")  # as if it had been killed before the line
+    lines = federated(folder, "killed")
+    assert lines[0] == first
+    assert [(line["round"], line["factor"]) for line in lines] == [(1, "b"), (2, "a")]
+    assert np.abs(missed(out, lines[1])).max() < 1e-6
+    monkeypatch.chdir(folder)
+    with pytest.raises(InputError, match="has all 2 rounds already"):
+        federate_command(Path("killed.toml"), [], None, read_job)
+    (folder / "killed.toml").write_text(FEDERATE.replace("steps = 3", "steps = 4"))
+    with pytest.raises(InputError, match=r"federate.steps = 3, which is 4 now"):
+        federate_command(Path("killed.toml"), [], None, read_job)
+
+
+@pytest.mark.timeout(1800)
+def test_steps_of_a_server_that_was_killed_are_those_of_one_that_was_not(folder):
+    """But for dithers of 16 bits, as Flower gives clients other numbers at each start. Its steps
+    have momentum, and are no rounder than gradients, as AdamW's would be."""
+    job = (folder / "lora.toml").read_text().replace("lr = 1e-2", f"{SGD}momentum = 0.9")
+    (folder / "sgd.toml").write_text(job)
+    asked = FEDERATE.replace("steps = 3", 'tells = "gradients"\nbits = 16')
+    asked = asked.replace("lora.toml", "sgd.toml")
+    for name in ("whole", "parts"):
+        (folder / f"{name}.toml").write_text(asked.replace(f"rounds = {ROUNDS}", "rounds = 3"))
+    federated(folder, "whole")
+    killed_when(folder, "parts", lambda at: len(lines_of(at)) == 3)
+    federated(folder, "parts")
+    whole, parts = (folder / "federated" / name for name in ("whole", "parts"))
+    assert [line["round"] for line in lines_of(parts)] == [0, 1, 2, 3]
+    tensors = [read_tensors(each / "adapters") for each in (whole, parts)]
+    moved = vector_of(tensors[0], "b")  # from zero
+    off = vector_of(tensors[1], "all") - vector_of(tensors[0], "all")
+    assert np.abs(moved).max() > 1e-3
+    assert np.sqrt(np.mean(off**2)) < 1e-3 * np.sqrt(np.mean(moved**2))
 
 
 @pytest.mark.timeout(900)

@@ -55,8 +55,8 @@ class Federate(FrozenConfig):
     """Of a number of a change, before masks add log2 of the clients that take part; of a gradient,
     masks and all."""
     told: float = Field(1.0, gt=0, le=1)
-    """Share of the numbers of a gradient that a client tells; what the others were is added to the
-    next one."""
+    """Share of the numbers of a gradient that a client tells: the fewer, the more noise has the
+    step."""
     timeout_s: float = Field(600.0, gt=0, le=1e6)
     """A client that hasn't answered after so long has dropped out of the round."""
     privacy: Privacy | None = None

@@ -84,8 +84,7 @@ class _Client(NumPyClient):
         telling = Telling(counts, number, float(self._stated["told"]))
         scale = Scale.of_json(config["scale"])
         values = telling.told(gradient, samples, scale, self._node)
-        meant = telling.meant(values[telling.num_head :], [self._node], scale)
-        np.save(self._folder / "told.npy", meant)
+        np.save(self._folder / "told.npy", telling.meant(values, [self._node], scale))
         return values
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from paceline.config.errors import InputError, RunError
 from paceline.config.federate import Federate, read_federate
-from paceline.config.job import Job, JobSpec, to_toml
+from paceline.config.job import Job, JobSpec, to_raw, to_toml
 from paceline.config.job_sections import Checkpoint, Data, Observe
 from paceline.config.mixture import Source
 from paceline.config.model import Model
@@ -28,13 +28,16 @@ from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import Shares
 from paceline.federate.server_optimizer import JOB_FILE
-from paceline.federate.shared_file import TRAINED_FILE, read_tensors, trained_names
+from paceline.federate.shared_file import TRAINED_FILE, read_tensors, trained_names, write_tensors
 from paceline.federate.split import clients_of_rows
+from paceline.federate.state import read_state
 from paceline.models.adapters import adapted_layers
 from paceline.models.names import TensorSource, sources
 from paceline.models.peft_format import write_adapters
 from paceline.models.weights import read_decoder, shapes_of, write_weights
-from paceline.observe.run import read_lines, write_atomic
+from paceline.observe.asked import ASKED_FILE, must_be_same
+from paceline.observe.locks import owned
+from paceline.observe.run import json_lines, read_lines, write_atomic
 from paceline.render.figures import bytes_text, duration_text
 from paceline.train.finetune import check_finetune, decoder_to_train, fill_adapters
 from paceline.train.optimizers import check_groups, group_of
@@ -52,7 +55,8 @@ def federate_command(
     out: Path | None,
     read: Callable[[Path, list[str]], JobSpec],
 ) -> dict[str, Any]:
-    """Train adapters or weights on many clients, here as processes of this machine.
+    """Train adapters or weights on many clients, here as processes of this machine; a federation
+    that was stopped goes on.
 
     Args:
         file: with a table [federate].
@@ -68,14 +72,16 @@ def federate_command(
         RunError: the rounds ended early.
     """
     prepared = prepare(file, overrides, out, read)
-    write_app(prepared.folder / "app", prepared.stated)
-    shares = prepared.stated["shares"]
-    last = _follow(prepared.folder, prepared.asked, shares)
-    return {**last, shares: str(prepared.folder / shares)}
+    folder, shares = prepared.folder, prepared.stated["shares"]
+    with owned(folder):
+        _go_on(folder, shares)
+        write_app(folder / "app", prepared.stated)
+        last = _follow(folder, prepared.asked, shares)
+    return {**last, shares: str(folder / shares)}
 
 
 class Prepared(NamedTuple):
-    """A federation that has not begun."""
+    """A federation that has not begun, or was stopped."""
 
     folder: Path
     asked: Federate
@@ -89,7 +95,7 @@ def prepare(
     out: Path | None,
     read: Callable[[Path, list[str]], JobSpec],
 ) -> Prepared:
-    """Write what everybody starts from, and each client's data and Job.
+    """Write what everybody starts from, and each client's data and Job, unless they are there.
 
     Takes what `federate_command` takes.
 
@@ -116,10 +122,10 @@ def prepare(
     batches = _batches(asked, spec, [len(rows) for _, rows in parts])
     noise = noise_for(asked.privacy, asked.clients, asked.rounds) if asked.privacy else 0.0
     folder = (out or Path("federated") / file.stem).absolute()
+    kept = {"federate": to_raw(asked), "job": to_raw(spec)}
     if folder.exists():
-        raise InputError(
-            f"{folder} is there already, and rounds don't go on: remove it, or give another --out."
-        )
+        _check_goes_on(folder, asked, kept)
+        return Prepared(folder, asked, _stated(folder, asked, job, noise))
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -132,10 +138,41 @@ def prepare(
         for client, (part, batch) in enumerate(zip(parts, batches, strict=True)):
             own = spec.replace(train=spec.train.replace(global_batch=batch))
             _write_client(folder, client, part, own, _shares(job))
+        must_be_same(folder, "federation", kept)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Prepared(folder, asked, _stated(folder, asked, job, noise))
+
+
+def _check_goes_on(folder: Path, asked: Federate, kept: dict[str, Any]) -> None:
+    """Refuse a folder that holds something else, or all rounds.
+
+    Raises:
+        InputError: it does.
+    """
+    if not (folder / ASKED_FILE).exists():
+        raise InputError(
+            f"{folder} is there already, and is no federation that was begun: remove it, or give "
+            "another --out."
+        )
+    must_be_same(folder, "federation", kept)
+    state = read_state(folder)
+    if state is not None and state.round >= asked.rounds:
+        raise InputError(
+            f"{folder} has all {asked.rounds} rounds already: remove it, or give another --out."
+        )
+
+
+def _go_on(folder: Path, shares: Shares) -> None:
+    """Bring what rounds left to how it was when the last one was kept."""
+    for passing in ("app", "flower"):
+        shutil.rmtree(folder / passing, ignore_errors=True)
+    if (state := read_state(folder)) is not None:
+        before = [line for line in _rounds(folder) if line["round"] < state.round]
+        write_atomic(folder / "rounds.jsonl", json_lines([*before, state.line]))
+        write_tensors(folder / shares, state.shared)
+        _CONSOLE.print(f"{folder} goes on after round {state.round}", markup=False)
 
 
 def _batches(asked: Federate, spec: JobSpec, rows: Sequence[int]) -> list[int]:
@@ -403,21 +440,24 @@ def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
         f"{asked.clients} clients, {asked.taking_part} in a round; logs are in {folder / 'logs'}",
         markup=False,
     )
-    lines: list[dict[str, Any]] = []
+    lines = _rounds(folder)
+
+    def done() -> int:
+        return lines[-1]["round"] if lines else 0
+
     told_in = folder / "clients" if asked.tells == "gradients" else None
-    number = asked.rounds + (asked.tells == "gradients")  # one before that tells sizes
     with (
         _ended_by_signals(),
         running(folder / "app", folder / "flower", asked.clients, folder / "logs", told_in) as run,
     ):
-        while len(lines) < number:
+        while done() < asked.rounds:
             is_over = run.poll() is not None
             for line in _rounds(folder)[len(lines) :]:
                 lines.append(line)
                 _CONSOLE.print(_text(line), markup=False)
-            if is_over and len(lines) < number:
+            if is_over and done() < asked.rounds:
                 raise RunError(
-                    f"Flower's run ended after {len(lines)} of {number} rounds: "
+                    f"Flower's run ended after {done()} of {asked.rounds} rounds: "
                     f"{folder / 'logs' / 'run.log'} says why."
                 )
             time.sleep(_POLL_S)

@@ -17,7 +17,7 @@ Round 0 tells the sizes alone.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,25 +104,27 @@ class Telling:
         return np.concatenate([head, np.rint(values).clip(-HALF, HALF)]).astype(np.int64)
 
     def meant(
-        self, values: Ints, nodes: Iterable[int], scale: Scale, bits: int | None = None
+        self, sums: Ints, nodes: Sequence[int], scale: Scale, bits: int | None = None
     ) -> Floats:
         """The sum of gradients, (n,), that the sum of what clients told stands for.
 
         Args:
-            values: (num_told,)
+            sums: (num_head + num_told,)
             nodes: the clients.
             scale: of the round.
-            bits: the values are known modulo 2^bits; None: as they are.
+            bits: numbers of gradients are known modulo 2^bits; None: as they are.
         """
         if not self.num_told:
             return np.zeros(int(self._counts.sum()))
-        found = values.astype(np.float64)
+        found = sums[self.num_head :].astype(np.float64)
         for node in nodes:
             found -= self._dither(node)
         if bits is not None:
             found = centred(found, bits)
         total = self._rotation.turned_back(found * (scale.step / self._rotation.share))
-        return total * np.repeat(scale.divisors, self._counts)
+        # Of a tensor without gradients there is the grid's noise alone.
+        factors = np.where(self._sizes_in(sums, len(nodes)) > 0, scale.divisors, 0.0)
+        return total * np.repeat(factors, self._counts)
 
     def understood(self, sums: Ints, nodes: Sequence[int], scale: Scale, bits: int) -> "Understood":
         """What the server learns of the sum of what clients told.
@@ -133,10 +135,8 @@ class Telling:
             scale: of the round.
             bits: of a masked number of the gradient.
         """
-        samples, parts = int(sums[0]), sums[1 : self.num_head] / len(nodes)
-        sizes = np.where(parts > _NO_SIZE / 2, np.exp2(parts / _PARTS), 0.0)
-        total = self.meant(sums[self.num_head :], nodes, scale, bits)
-        total = total * np.repeat(sizes > 0, self._counts)  # the grid's noise is no gradient
+        samples, sizes = int(sums[0]), self._sizes_in(sums, len(nodes))
+        total = self.meant(sums, nodes, scale, bits)
         alike, known = _ALIKE_AT_FIRST, (sizes > 0) & (scale.sizes > 0) & (self.num_told > 0)
         if known.any():
             noise = len(nodes) / 12 * np.square(scale.step * scale.divisors)
@@ -147,6 +147,11 @@ class Telling:
 
     def _dither(self, node: int) -> Floats:
         return np.random.default_rng([self._number, node]).random(self.num_told) - 0.5
+
+    def _sizes_in(self, sums: Ints, answered: int) -> Floats:
+        """The geometric mean of what so many clients told of sizes; 0: there is none."""
+        parts = sums[1 : self.num_head] / answered
+        return np.where(parts > _NO_SIZE / 2, np.exp2(parts / _PARTS), 0.0)
 
     def _sizes(self, gradient: Floats) -> Floats:
         return np.sqrt(np.add.reduceat(np.square(gradient), self._starts) / self._counts)
@@ -166,7 +171,7 @@ class Understood(NamedTuple):
     """Mean square of the sum's numbers, over what it is where gradients of single samples have
     nothing in common; at least 1."""
 
-    def next_scale(self, before: "Understood | None", scale: Scale, bits: int) -> Scale:
+    def next_scale(self, before: Floats | None, scale: Scale, bits: int) -> Scale:
         """That of the next round.
 
         Sizes may go on growing as they did. One that was not known grows the most, as A of an
@@ -175,7 +180,7 @@ class Understood(NamedTuple):
         the round's: who answers, and how alike gradients are, changes from round to round.
 
         Args:
-            before: what was learnt in the round before; None: this is the first.
+            before: (tensors,) sizes of the round before; None: this is the first.
             scale: of the round.
             bits: of a masked number.
         """
@@ -183,7 +188,7 @@ class Understood(NamedTuple):
         if before is None:
             return Scale(self.sizes, step)
         growth = np.full_like(self.sizes, _MOST_GROWTH)
-        np.divide(self.sizes, before.sizes, out=growth, where=before.sizes > 0)
+        np.divide(self.sizes, before, out=growth, where=before > 0)
         step = max(step, math.sqrt(scale.step * step))
         return Scale(self.sizes * growth.clip(1.0, _MOST_GROWTH), step)
 

@@ -72,8 +72,8 @@ def running(
     Raises:
         RunError: the SuperLink didn't come up.
     """
-    for folder in (home, logs):
-        folder.mkdir(parents=True)
+    home.mkdir(parents=True)
+    logs.mkdir(exist_ok=True)
     address, *own = _free_ports(1 + clients)
     link = f"{LOCAL_HOST}:{address}"
     connection = {"address": link, "insecure": True}

@@ -91,6 +91,7 @@ def main(grid: Grid, context: Context) -> None:
     exit_with_parent(os.getppid())  # Flower's own would ask a lost SuperLink for minutes
     stated = dict(context.run_config)
     strategy: Rounds = {"changes": Changes, "gradients": Gradients}[stated["tells"]](stated)
+    strategy.take_up()
     number = strategy.first
 
     def fit(grid: Grid, context: Context) -> None:
@@ -115,9 +116,10 @@ def main(grid: Grid, context: Context) -> None:
             "seconds": round(time.monotonic() - began, 3),
             **strategy.privacy(),
         }
+        strategy.keep(line)
         append_line(Path(stated["folder"]) / "rounds.jsonl", json.dumps(line).encode() + b"\n")
         number += 1
 
-    config = ServerConfig(num_rounds=int(stated["rounds"]) + 1 - strategy.first)
+    config = ServerConfig(num_rounds=int(stated["rounds"]) + 1 - number)
     legacy = LegacyContext(context=context, config=config, strategy=strategy)
     DefaultWorkflow(fit_workflow=fit)(grid, legacy)

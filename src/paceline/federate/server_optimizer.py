@@ -1,9 +1,10 @@
 """The server's optimizer, where clients tell gradients: the Job's, over what is shared."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.config.job import read_job
 from paceline.config.layout import Layout
@@ -33,6 +34,20 @@ class ServerOptimizer:
         # Groups say which parameters are trained, and others aren't among these.
         alike = self._optim.replace(groups=())
         self._optimizer = build_optimizer(self._parameters.items(), alike, Layout())
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What it has besides the tensors, after a step."""
+        found = self._optimizer.state_dict()["state"]
+        return {f"{of}.{name}": each for of, own in found.items() for name, each in own.items()}
+
+    def go_on(self, state: Mapping[str, Tensor]) -> None:
+        """Take what `state` was."""
+        own: dict[int, dict[str, Tensor]] = {}
+        for key, each in state.items():
+            of, _, name = key.partition(".")
+            own.setdefault(int(of), {})[name] = each
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own})
 
     def step(self, index: int, gradient: Floats) -> Tensors:
         """The tensors after step `index` (from 0).

@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.strategy import Strategy
+from torch import Tensor
 
-from paceline.federate.gradients import Scale, Telling, Understood
+from paceline.federate.gradients import Scale, Telling
 from paceline.federate.grid import Floats
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import (
@@ -27,6 +28,7 @@ from paceline.federate.shared_file import (
     vector_of,
     write_tensors,
 )
+from paceline.federate.state import State, read_state, write_state
 
 
 class Rounds(Strategy):
@@ -36,8 +38,8 @@ class Rounds(Strategy):
         stated: what both ends are told.
     """
 
-    first: ClassVar[int] = 1
-    """Number of the first round."""
+    first = 1
+    """Number of the next round."""
 
     def __init__(self, stated: dict[str, Any]) -> None:
         self.stated = stated
@@ -67,6 +69,26 @@ class Rounds(Strategy):
     @abstractmethod
     def line(self, number: int) -> dict[str, Any]:
         """What the line of a round says of what is told, before it is."""
+
+    @abstractmethod
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What it needs besides what is shared to go on: plain data and tensors."""
+
+    @abstractmethod
+    def go_on(self, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take what `state` gave."""
+
+    def keep(self, line: dict[str, Any]) -> None:
+        """Write all of that after a round, and what is shared."""
+        settings, own = self.state()
+        write_state(self._shared.parent, State.of(line, settings, self.tensors, own))
+        write_tensors(self._shared, self.tensors)
+
+    def take_up(self) -> None:
+        """Go on after the last round that was kept, if one was."""
+        if (state := read_state(self._shared.parent)) is not None:
+            self.first, self.tensors = state.round + 1, state.shared
+            self.go_on(state.settings, state.own)
 
     def privacy(self) -> dict[str, float]:
         """What the rounds so far tell of a client at most; nothing where none is asked for."""
@@ -100,7 +122,6 @@ class Rounds(Strategy):
             return None, {}
         [mean] = parameters_to_ndarrays(results[0][1].parameters)
         self.take(server_round - 1 + self.first, mean)
-        write_tensors(self._shared, self.tensors)
         self.is_summed = True
         return self._parameters(), {}
 
@@ -161,6 +182,14 @@ class Changes(Rounds):
         """Matrix and range."""
         return {**self.config(number), "numbers": self._size(number)}
 
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Ranges, and the rounds that count for privacy."""
+        return {"limits": self._limits, "num_summed": self._num_summed}, {}
+
+    def go_on(self, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """See `state`."""
+        self._limits, self._num_summed = settings["limits"], settings["num_summed"]
+
     def privacy(self) -> dict[str, float]:
         """See `Rounds`."""
         if not self._clip:
@@ -185,7 +214,7 @@ class Gradients(Rounds):
         super().__init__(stated)
         self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
         self._scale = Scale(np.zeros(len(self.tensors)), 1.0)
-        self._before: Understood | None = None
+        self._sizes: Floats | None = None
 
     def count(self, number: int) -> int:
         """A head, and unless it is round 0 a gradient."""
@@ -203,8 +232,20 @@ class Gradients(Rounds):
         found = telling.understood(sums, self._nodes, self._scale, self.bits)
         if number:
             self.tensors = self._optimizer.step(number - 1, found.mean)
-        self._scale = found.next_scale(self._before, self._scale, self.bits)
-        self._before = found
+        self._scale = found.next_scale(self._sizes, self._scale, self.bits)
+        self._sizes = found.sizes
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The next scale, what it follows from, and the optimizer's."""
+        sizes = None if self._sizes is None else self._sizes.tolist()
+        return {"scale": self._scale.as_json(), "sizes": sizes}, self._optimizer.state
+
+    def go_on(self, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """See `state`."""
+        sizes, self._scale = settings["sizes"], Scale.of_json(settings["scale"])
+        self._sizes = None if sizes is None else np.array(sizes, np.float64)
+        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
+        self._optimizer.go_on(tensors)
 
     def line(self, number: int) -> dict[str, Any]:
         """The step of the grid."""

@@ -1,20 +1,19 @@
 """`paceline search`: the order of things."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import TypeAdapter
 from rich.console import Console
 
 from paceline.config.errors import InputError
-from paceline.config.files import read_json
 from paceline.config.hardware import Cluster
-from paceline.config.job import JobSpec, differing, read_cluster, to_raw, to_toml
+from paceline.config.job import JobSpec, read_cluster, to_raw, to_toml
 from paceline.config.site import site_named
 from paceline.launch.prepare import Asked
 from paceline.machine.discovery import this_machine
+from paceline.observe.asked import must_be_same
 from paceline.observe.locks import owned
 from paceline.observe.run import write_atomic
 from paceline.render.figures import duration_text
@@ -34,7 +33,6 @@ from paceline.train.stopping import term_as_interrupt
 from paceline.train.this_machine import resolve_on_this_machine
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
-_ASKED = TypeAdapter(dict[str, dict[str, Any]])
 # What may change of a search that goes on: how long it looks, and how its answer is chosen.
 _FREE = ("within", "rule")
 
@@ -135,26 +133,6 @@ def _conclude(found: Found, job: JobSpec, cluster: Cluster, folder: Path) -> Non
 
 
 # ---- the folder ----------------------------------------------------------------------------------
-
-
-def must_be_same(folder: Path, what: str, asked: Mapping[str, Any]) -> None:
-    """Begin with what is asked for, or see that the folder began with the same.
-
-    Args:
-        what: the folder holds: "search" or "ladder".
-
-    Raises:
-        InputError: it is another one, or damaged.
-    """
-    file = folder / "asked.json"
-    if file.exists():
-        before = read_json(file, _ASKED, "put back a copy, or remove its folder to start over")
-        for name, old, new in differing(before, asked):
-            raise InputError(
-                f"--out {folder} has a {what} with {name} = {old}, which is {new} now: put it "
-                "back, or give another folder."
-            )
-    write_atomic(file, _ASKED.dump_json(dict(asked), indent=1).decode())
 
 
 def kept_cluster(folder: Path, job: JobSpec, on: OnSite | None = None) -> Cluster:

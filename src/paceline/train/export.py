@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,9 @@ def export_as(
         _save(partial, {**theirs, **(megatron_objects(theirs) if form == "megatron" else {})})
         if form == "megatron":
             (partial / "metadata.json").write_text(json.dumps(MEGATRON_METADATA))
-            torch.save({}, partial / "common.pt")
+            torch.save({}, common := BytesIO())
+            # torch's own errors of a full disk are no OSError.
+            (partial / "common.pt").write_bytes(common.getvalue())
     note_export(run, job.name, step, folder, form)
     return step
 

@@ -15,11 +15,12 @@ from paceline.config.hardware import Cluster, ClusterSpec
 from paceline.config.job import Job, JobSpec, differing, read_job, to_raw, to_toml
 from paceline.config.layout import LayoutSpec
 from paceline.machine.discovery import this_machine
+from paceline.observe.asked import must_be_same
 from paceline.observe.locks import owned
 from paceline.observe.run import Run, write_atomic
 from paceline.plan.answer.options import budget_of, clusters_of
 from paceline.render.figures import count_text, duration_text, loss_text
-from paceline.search.command import kept_cluster, must_be_same
+from paceline.search.command import kept_cluster
 from paceline.search.ladder.advice import (
     Advice,
     Budget,

@@ -1009,7 +1009,8 @@ def federate(
     clients learnt is exact. Any other Job shares its weights, but for those that
     optim.groups leave as they are. Changes are rounded to a few bits and masked
     (SecAgg+); clients may drop out. Ctrl-C ends everything and leaves what the
-    last round came to, in PEFT's or Hugging Face's format.
+    last round came to, in PEFT's or Hugging Face's format; the same command goes
+    on from there.
 
     \b
     \\[federate]

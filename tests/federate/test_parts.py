@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.config.errors import InputError
 from paceline.config.federate import Federate, read_federate
@@ -12,6 +13,7 @@ from paceline.federate.command import federate_command
 from paceline.federate.grid import half_of, modulus_bits, on_grid, packed, unpacked
 from paceline.federate.rounds import TOLD, factor_of, next_limit, with_size
 from paceline.federate.split import clients_of_rows
+from paceline.federate.state import STATE_FILE, State, read_state, write_state
 
 SOURCES = np.repeat([0, 1, 2], [400, 200, 100])
 
@@ -125,6 +127,39 @@ def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
     file.write_text(text)
     with pytest.raises(InputError, match=words):
         read_federate(file)
+
+
+def test_the_state_of_a_server_comes_back_in_the_order_of_names(tmp_path):
+    assert read_state(tmp_path) is None
+    shared = {f"{name}.weight": np.full(2, at, np.float32) for at, name in enumerate("zay")}
+    line, own = {"round": 3, "is_summed": True}, {"0.step": torch.tensor(3.0)}
+    write_state(tmp_path, State.of(line, {"limits": {"a": 0.5}}, shared, own))
+    found = read_state(tmp_path)
+    assert (found.round, found.line, found.settings) == (3, line, {"limits": {"a": 0.5}})
+    assert list(found.shared) == ["a.weight", "y.weight", "z.weight"]
+    assert all((each == shared[name]).all() for name, each in found.shared.items())
+    assert found.own == own
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-3], "is damaged"),
+        (lambda raw: b"", "is damaged"),
+        (lambda raw: raw.replace(b'round\\": 3', b'round\\": x'), "not valid JSON"),
+        (lambda raw: raw.replace(b'round\\": 3', b'rounds\\":3'), "'round'"),
+        (lambda raw: raw.replace(b'round\\": 3', b'round\\":[]'), "no number"),
+    ],
+)
+def test_a_damaged_state_is_one_sentence(tmp_path, damage, words):
+    write_state(tmp_path, State.of({"round": 3}, {}, {"a": np.ones(2, np.float32)}, {}))
+    file = tmp_path / STATE_FILE
+    before = file.read_bytes()
+    file.write_bytes(damage(before))
+    assert file.read_bytes() != before
+    with pytest.raises(InputError, match=words) as caught:
+        read_state(tmp_path)
+    assert "put back a copy" in str(caught.value)
 
 
 def test_at_least_three_take_part():

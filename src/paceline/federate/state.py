@@ -85,8 +85,8 @@ def read_state(folder: Path) -> State | None:
     try:
         with safe_open(file, "pt") as opened:
             told = opened.metadata() or {}
-            names = opened.keys()
-            tensors = {name: opened.get_tensor(name) for name in names}
+            # In the order of their names, as `read_tensors` has them.
+            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
         line, settings = (parse_json(told[name], _PLAIN) for name in ("line", "settings"))
         if not isinstance(line["round"], int):
             raise ValueError(f"round {line['round']!r} is no number")

@@ -353,6 +353,13 @@ def test_trials_that_are_none_are_refused(damaged, data):
         FolderJournal(Path("tuned")).open(Run(Path(RUN)).job())
 
 
+def test_a_decision_about_a_trial_that_is_missing_is_refused(damaged):
+    lines = Path("tuned/trials.jsonl").read_bytes().splitlines(keepends=True)
+    damaged("tuned/trials.jsonl", b"".join(lines[1:]))
+    with pytest.raises(InputError, match=r"trials\.jsonl: line 1 is of trial 0, which is not"):
+        FolderJournal(Path("tuned")).open(Run(Path(RUN)).job())
+
+
 def test_a_complete_run_says_which_change_changed_nothing(damaged):
     shutil.rmtree("again", ignore_errors=True)
     shutil.copytree(RUN, "again/small")

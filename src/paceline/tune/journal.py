@@ -113,10 +113,14 @@ class FolderJournal:
             self._known = replace(known, reference=entry)
 
     def _read(self) -> Iterator[Entry]:
-        file = self.folder / "trials.jsonl"
+        file, num_trials = self.folder / "trials.jsonl", 0
         for number, line in enumerate(read_lines(file), 1):
             try:
-                yield _entry(line)
+                entry = _entry(line)
+                if isinstance(entry, Decision) and entry.best >= num_trials:
+                    raise ValueError(f"is of trial {entry.best}, which is not before it")
+                num_trials += isinstance(entry, Trial)
+                yield entry
             except ValueError as error:
                 raise InputError(
                     f"{file}: line {number} {error}: put back a copy of the file, or remove "

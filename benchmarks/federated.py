@@ -2,8 +2,8 @@
 
 How it works: a decoder of 0.9 M parameters that knows Python's own library learns Paceline's pages,
 code and tests, which are cut among clients (Dirichlet over the three, so no two parts are alike).
-Each recipe gets the same base, first adapters, parts, rounds, samples and peak learning rate, which
-falls by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is lost:
+Each recipe gets the same base, first adapters, parts, rounds, samples and learning rates, which rise
+and fall by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is lost:
 the process that computes for it is killed (SIGKILL) when it was asked.
 
 - ours: `paceline federate` as it stands, clients telling gradients under SecAgg+, with as few bits
@@ -48,10 +48,14 @@ from benchmarks.tables import markdown
 from paceline.config.finetune import TENSORS_FILE
 from paceline.config.job import read_job
 from paceline.federate.command import prepare
+from paceline.federate.gradients import Scale
+from paceline.federate.grid import centred
 from paceline.federate.processes import running, write_app
+from paceline.federate.rotation import Rotation
 from paceline.federate.rounds import Factor
 from paceline.federate.server_optimizer import ServerOptimizer
 from paceline.federate.shared_file import read_tensors, vector_of
+from paceline.federate.state import read_state
 from paceline.observe.run import write_atomic
 from paceline.render.figures import bytes_text
 
@@ -101,7 +105,7 @@ rank = {rank}
 alpha = {alpha}
 [optim]
 lr = {lr}
-warmup_steps = 0
+warmup_steps = {warmup}
 schedule = "cosine"
 [train]
 weights = true
@@ -131,6 +135,7 @@ def main() -> None:
         ("clients", 8, "at least 4"),
         ("rounds", 32, "of each recipe"),
         ("secagg-rounds", 1, "of FedAvg with Flower's SecAgg+; it has a loss if they are all"),
+        ("warmup", 4, "rounds until the learning rate is what it is"),
         ("steps", 4, "of a client of FedAvg in a round"),
         ("batch", 8, "samples of 128 bytes in such a step"),
         ("bits", 4, "of a number of ours"),
@@ -152,10 +157,11 @@ def main() -> None:
     # Clients import the peers from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     plain = {**vars(asked), "results": None, "keep": None}
+    number = {"federations": None, "orders": None}  # may grow
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(asked.keep or passing).absolute()
         folder.mkdir(exist_ok=True)
-        if _once(folder / "asked.json", lambda: plain) != plain:
+        if _once(folder / "asked.json", lambda: plain) | number != plain | number:
             raise SystemExit(f"{folder} was begun with other options: give them, or another --keep")
         found = _measured(folder, asked)
     found = {"about": about, "asked": plain, **found}
@@ -202,7 +208,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
             _together(folder, job, asked, out, seed)
         else:
             dropped = _dropped(asked, seed)
-            with _dropping(out, dropped, first=int(name in rounds)) as watch:
+            with _dropping(out, dropped, int(name in rounds), asked) as watch:
                 if name in rounds:
                     _flower(folder, name, rounds[name])
                 else:
@@ -210,7 +216,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
                         "paceline", "federate", str(folder / "ours.toml"), "--out", str(out),
                         f"--set=train.seed={seed}", f"--set=finetune.adapters={first}",
                     )  # fmt: skip
-            found = {**_told(out, dropped), "off": watch.off}
+            found = {**_told(out, dropped), "off": watch.off, "beyond": watch.beyond}
         adapters = out if recipe == "together" else out / "adapters"
         loss = _held_out_loss(base, adapters, held_out)
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
@@ -359,14 +365,17 @@ def _dropped(asked: Any, seed: int) -> dict[int, set[int]]:
 class _Watch(threading.Thread):
     """Kills clients while they compute, and follows what the others tell."""
 
-    def __init__(self, folder: Path, dropped: dict[int, set[int]], first: int) -> None:
+    def __init__(self, folder: Path, dropped: dict[int, set[int]], first: int, asked: Any) -> None:
         super().__init__(daemon=True)
-        self._folder, self._dropped, self._first = folder, dropped, first
+        self._folder, self._dropped, self._first, self._asked = folder, dropped, first, asked
         self._server: ServerOptimizer | None = None
+        self._scale: Scale | None = None
         self.over = threading.Event()
         self.off: list[float] = []
         """Of each round of ours: the farthest that a number of the adapters is from what the
-        server's optimizer makes of the mean of what clients told."""
+        server's optimizer makes of the sum of what clients told, as far as the modulus goes."""
+        self.beyond: list[int] = []
+        """Of each round of ours: numbers of the sum that left the modulus."""
 
     def run(self) -> None:
         clients, number, began = self._folder / "clients", -1, 0.0
@@ -400,9 +409,24 @@ class _Watch(threading.Thread):
                 total = total + np.load(own / "told.npy")
                 samples += read_job(own / "job.toml").train.global_batch
         if number and self._server is not None:
-            after = vector_of(self._server.step(number - 1, total / samples), "all")
+            gradient = self._within_modulus(total, number) / samples
+            after = vector_of(self._server.step(number - 1, gradient), "all")
             shared = vector_of(read_tensors(self._folder / "adapters"), "all")
             self.off.append(float(np.abs(after - shared).max()))
+        state = read_state(self._folder)
+        assert state is not None
+        self._scale = Scale.of_json(state.settings["scale"])  # of the next round
+
+    def _within_modulus(self, total: Any, number: int) -> Any:
+        """What the server can know of a sum of gradients."""
+        assert self._scale is not None
+        rotation = Rotation(len(total), number, self._asked.told)
+        counts = [each.size for each in read_tensors(self._folder / "adapters").values()]
+        divisors = np.repeat(self._scale.divisors, counts)
+        step, bits = self._scale.step / rotation.share, self._asked.bits
+        steps = rotation.turned(total / divisors) / step
+        self.beyond.append(int((np.abs(steps) > 2 ** (bits - 1)).sum()))
+        return rotation.turned_back(centred(steps, bits) * step) * divisors
 
 
 def _signal(client: Path, number: int) -> bool:
@@ -417,8 +441,10 @@ def _signal(client: Path, number: int) -> bool:
 
 
 @contextmanager
-def _dropping(folder: Path, dropped: dict[int, set[int]], first: int) -> Iterator[_Watch]:
-    watch = _Watch(folder, dropped, first)
+def _dropping(
+    folder: Path, dropped: dict[int, set[int]], first: int, asked: Any
+) -> Iterator[_Watch]:
+    watch = _Watch(folder, dropped, first, asked)
     watch.start()
     try:
         yield watch
@@ -483,6 +509,7 @@ def _page(found: dict[str, Any], asked: Any) -> str:
     ]
     counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
     each, farthest = asked.batch * asked.steps, max(max(each["off"]) for each in ours)
+    beyond = max(max(each["beyond"]) for each in ours)
     mean_of_ours = sum(each["loss"] for each in ours) / len(ours)
     return f"""# Federated adapters
 
@@ -495,10 +522,11 @@ Each has other parts and orders of the data, and others are lost. They tell {ask
 {asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
 A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on each client, one of
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
-together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate falls from
-{asked.lr:g} by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
+together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
+{asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
 {counts["b"]:,} in B. Numbers of the adapters are at most {farthest:.1e} from what the server's
-optimizer makes of the mean of what clients told. Losses are in nats a byte, of
+optimizer makes of the sum of what clients told, as far as the modulus goes, which at most
+{beyond:,} numbers of a sum left. Losses are in nats a byte, of
 {found["held_out_bytes"]:,} held-out bytes.
 """
 

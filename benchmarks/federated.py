@@ -2,9 +2,9 @@
 
 How it works: a decoder of 0.9 M parameters that knows Python's own library learns Paceline's pages,
 code and tests, which are cut among clients (Dirichlet over the three, so no two parts are alike).
-Each recipe gets the same base, first adapters, parts, rounds, samples and learning rates, which rise
-and fall by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is lost:
-the process that computes for it is killed (SIGKILL) when it was asked.
+Each recipe gets the same base, first adapters, parts, rounds, samples and learning rates, which
+rise and fall by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed,
+is lost: the process that computes for it is killed (SIGKILL) when it was asked.
 
 - ours: `paceline federate` as it stands, clients telling gradients under SecAgg+, with as few bits
   that it uploads an eighth of FedAvg without secrets; several times, each with other parts, order
@@ -523,10 +523,10 @@ Each has other parts and orders of the data, and others are lost. They tell {ask
 A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on each client, one of
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
 together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
-{asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
-{counts["b"]:,} in B. Numbers of the adapters are at most {farthest:.1e} from what the server's
-optimizer makes of the sum of what clients told, as far as the modulus goes, which at most
-{beyond:,} numbers of a sum left. Losses are in nats a byte, of
+{asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have
+{counts["a"]:,} numbers in A and {counts["b"]:,} in B. Numbers of the adapters are at most
+{farthest:.1e} from what the server's optimizer makes of the sum of what clients told, as far as
+the modulus goes, which at most {beyond:,} numbers of a sum left. Losses are in nats a byte, of
 {found["held_out_bytes"]:,} held-out bytes.
 """
 

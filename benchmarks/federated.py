@@ -216,7 +216,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
                         "paceline", "federate", str(folder / "ours.toml"), "--out", str(out),
                         f"--set=train.seed={seed}", f"--set=finetune.adapters={first}",
                     )  # fmt: skip
-            found = {**_told(out, dropped), "off": watch.off, "beyond": watch.beyond}
+            found = {**_told(out, dropped), "missed": watch.missed, "beyond": watch.beyond}
         adapters = out if recipe == "together" else out / "adapters"
         loss = _held_out_loss(base, adapters, held_out)
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
@@ -371,7 +371,7 @@ class _Watch(threading.Thread):
         self._server: ServerOptimizer | None = None
         self._scale: Scale | None = None
         self.over = threading.Event()
-        self.off: list[float] = []
+        self.missed: list[float] = []
         """Of each round of ours: the farthest that a number of the adapters is from what the
         server's optimizer makes of the sum of what clients told, as far as the modulus goes."""
         self.beyond: list[int] = []
@@ -412,7 +412,7 @@ class _Watch(threading.Thread):
             gradient = self._within_modulus(total, number) / samples
             after = vector_of(self._server.step(number - 1, gradient), "all")
             shared = vector_of(read_tensors(self._folder / "adapters"), "all")
-            self.off.append(float(np.abs(after - shared).max()))
+            self.missed.append(float(np.abs(after - shared).max()))
         state = read_state(self._folder)
         assert state is not None
         self._scale = Scale.of_json(state.settings["scale"])  # of the next round
@@ -426,6 +426,8 @@ class _Watch(threading.Thread):
         step, bits = self._scale.step / rotation.share, self._asked.bits
         steps = rotation.turned(total / divisors) / step
         self.beyond.append(int((np.abs(steps) > 2 ** (bits - 1)).sum()))
+        if not self.beyond[-1]:
+            return total
         return rotation.turned_back(centred(steps, bits) * step) * divisors
 
 
@@ -508,7 +510,7 @@ def _page(found: dict[str, Any], asked: Any) -> str:
         ("no adapters", "", "", "", *told(recipes["first"]["loss"])),
     ]
     counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
-    each, farthest = asked.batch * asked.steps, max(max(each["off"]) for each in ours)
+    each, checked = asked.batch * asked.steps, [one["missed"] for one in ours if "missed" in one]
     beyond = max(max(each["beyond"]) for each in ours)
     mean_of_ours = sum(each["loss"] for each in ours) / len(ours)
     return f"""# Federated adapters
@@ -524,10 +526,11 @@ A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on 
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
 together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
 {asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have
-{counts["a"]:,} numbers in A and {counts["b"]:,} in B. Numbers of the adapters are at most
-{farthest:.1e} from what the server's optimizer makes of the sum of what clients told, as far as
-the modulus goes, which at most {beyond:,} numbers of a sum left. Losses are in nats a byte, of
-{found["held_out_bytes"]:,} held-out bytes.
+{counts["a"]:,} numbers in A and {counts["b"]:,} in B. After each round of {len(checked)} of
+{len(ours)} federations the adapters were compared with what the server's optimizer makes of the
+sum of what clients told, as far as the modulus goes: no number was more than
+{max(map(max, checked)):.1e} off. At most {beyond:,} numbers of a sum left the modulus. Losses are
+in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
 """
 
 

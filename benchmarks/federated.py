@@ -511,7 +511,12 @@ def _page(found: dict[str, Any], asked: Any) -> str:
     ]
     counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
     each, checked = asked.batch * asked.steps, [one["missed"] for one in ours if "missed" in one]
-    farthest = max((max(each) for each in checked), default=0.0)
+    compared = ""
+    if checked:
+        compared = f"""After each round of {len(checked)} of
+{len(ours)} federations the adapters were compared with what the server's optimizer makes of the
+sum of what clients told, as far as the modulus goes: no number was more than
+{max(map(max, checked)):.1e} off. """
     beyond = max(max(each["beyond"]) for each in ours)
     mean_of_ours = sum(each["loss"] for each in ours) / len(ours)
     return f"""# Federated adapters
@@ -527,11 +532,8 @@ A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on 
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
 together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
 {asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have
-{counts["a"]:,} numbers in A and {counts["b"]:,} in B. After each round of {len(checked)} of
-{len(ours)} federations the adapters were compared with what the server's optimizer makes of the
-sum of what clients told, as far as the modulus goes: no number was more than {farthest:.1e} off.
-At most {beyond:,} numbers of a sum left the modulus. Losses are in nats a byte, of
-{found["held_out_bytes"]:,} held-out bytes.
+{counts["a"]:,} numbers in A and {counts["b"]:,} in B. At most {beyond:,} numbers of a sum left the
+modulus. {compared}Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
 """
 
 

@@ -60,8 +60,8 @@ def gradients(stream):
 
 
 def rounds_of(share, count=30):
-    """Of clients with these gradients: the scale of each round, what they asked for, their values
-    added up as they come out of masks, and what is understood."""
+    """Rounds of clients with these gradients: the scale, their gradients, what they told, and what
+    is understood of the sum, as it comes out of masks."""
     stream, before = np.random.default_rng(0), None
     scale = Scale(np.zeros(len(COUNTS)), 1.0)
     for number in range(count + 1):

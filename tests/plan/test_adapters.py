@@ -238,6 +238,8 @@ def test_listed_sums_are_those_that_run(kind, before, more):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:The .grad attribute")  # the compiler's
+@torch._inductor.config.patch(fx_graph_cache=False)  # monkeypatch would leave these without value
+@torch._functorch.config.patch(enable_autograd_cache=False)
 def test_listed_sums_of_compiled_blocks_are_those_that_inductor_schedules(monkeypatch):
     """Bytes of the kernels that it writes itself, forward and backward."""
     kernels = []
@@ -252,8 +254,6 @@ def test_listed_sums_of_compiled_blocks_are_those_that_inductor_schedules(monkey
         )
 
     monkeypatch.setattr(GraphLowering, "_update_scheduler", counted)
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     sizes = {"hidden_size": 64, "ffn_size": 160, "num_heads": 4, "num_kv_heads": 2}
     model = Model(vocab_size=64, num_layers=2, max_seq_len=128, **sizes)
     runs, listed = [], []

@@ -48,13 +48,12 @@ from benchmarks.tables import markdown
 from paceline.config.finetune import TENSORS_FILE
 from paceline.config.job import read_job
 from paceline.federate.command import prepare
-from paceline.federate.gradients import Scale
-from paceline.federate.grid import centred
+from paceline.federate.gradients import Telling
 from paceline.federate.processes import running, write_app
-from paceline.federate.rotation import Rotation
-from paceline.federate.rounds import Factor
+from paceline.federate.rounds import Factor, bits_of
+from paceline.federate.scale import Scale
 from paceline.federate.server_optimizer import ServerOptimizer
-from paceline.federate.shared_file import read_tensors, vector_of
+from paceline.federate.shared_file import Tensors, read_tensors, vector_of
 from paceline.federate.state import read_state
 from paceline.observe.run import write_atomic
 from paceline.render.figures import bytes_text
@@ -138,8 +137,7 @@ def main() -> None:
         ("warmup", 4, "rounds until the learning rate is what it is"),
         ("steps", 4, "of a client of FedAvg in a round"),
         ("batch", 8, "samples of 128 bytes in such a step"),
-        ("bits", 4, "of a number of ours"),
-        ("federations", 2, "of ours"),
+        ("federations", 3, "of ours"),
         ("orders", 3, "of the data, for all together"),
         ("rank", 32, "of adapters"),
         ("width", 128, "of the network"),
@@ -148,7 +146,11 @@ def main() -> None:
         ("seed", 0, "of who drops out, of parts and orders: the first of several"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
-    parser.add_argument("--told", type=float, default=0.95, help="share of ours' numbers (0.95)")
+    parser.add_argument(
+        "--bits", type=int, nargs="+", default=[6, 6, 4, 4, 4, 4, 3, 3],
+        help="of a number of ours, in equal parts of the rounds (6 6 4 4 4 4 3 3)",
+    )  # fmt: skip
+    parser.add_argument("--told", type=float, default=1.0, help="share of ours' numbers (1)")
     parser.add_argument("--lr", type=float, default=5e-3, help="of all recipes, at first (5e-3)")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
     parser.add_argument("--keep", help="folder of all that is made; a later start goes on there")
@@ -369,13 +371,14 @@ class _Watch(threading.Thread):
         super().__init__(daemon=True)
         self._folder, self._dropped, self._first, self._asked = folder, dropped, first, asked
         self._server: ServerOptimizer | None = None
+        self._tensors: Tensors = {}
         self._scale: Scale | None = None
         self.over = threading.Event()
         self.missed: list[float] = []
         """Of each round of ours: the farthest that a number of the adapters is from what the
         server's optimizer makes of the sum of what clients told, as far as the modulus goes."""
-        self.beyond: list[int] = []
-        """Of each round of ours: numbers of the sum that left the modulus."""
+        self.beyond: list[float] = []
+        """Of each round of ours: what the sum lost as it left the modulus, of its square."""
 
     def run(self) -> None:
         clients, number, began = self._folder / "clients", -1, 0.0
@@ -390,8 +393,8 @@ class _Watch(threading.Thread):
                 number, began = now, time.time()
                 left = set(self._dropped.get(number, ()))
                 if self._server is None and not self._first:
-                    adapters = read_tensors(self._folder / "adapters")
-                    self._server = ServerOptimizer(self._folder, adapters)
+                    self._tensors = read_tensors(self._folder / "adapters")
+                    self._server = ServerOptimizer(self._folder, self._tensors)
             for client in list(left):
                 own = clients / str(client)
                 # It stays alive until it is asked, or another one would be there by then.
@@ -408,27 +411,17 @@ class _Watch(threading.Thread):
                 own = self._folder / "clients" / str(client)
                 total = total + np.load(own / "told.npy")
                 samples += read_job(own / "job.toml").train.global_batch
-        if number and self._server is not None:
-            gradient = self._within_modulus(total, number) / samples
-            after = vector_of(self._server.step(number - 1, gradient), "all")
+        if number and self._server is not None and self._scale is not None:
+            stated = {"bits": " ".join(map(str, self._asked.bits)), "rounds": self._asked.rounds}
+            bits, told = bits_of(stated, number), self._asked.told
+            known = Telling(self._tensors, number, self._scale, told, bits).as_known(total)
+            self.beyond.append(float(np.square(known - total).sum() / np.square(total).sum()))
+            self._tensors = self._server.step(number - 1, known / samples)
             shared = vector_of(read_tensors(self._folder / "adapters"), "all")
-            self.missed.append(float(np.abs(after - shared).max()))
+            self.missed.append(float(np.abs(vector_of(self._tensors, "all") - shared).max()))
         state = read_state(self._folder)
         assert state is not None
         self._scale = Scale.of_json(state.settings["scale"])  # of the next round
-
-    def _within_modulus(self, total: Any, number: int) -> Any:
-        """What the server can know of a sum of gradients."""
-        assert self._scale is not None
-        rotation = Rotation(len(total), number, self._asked.told)
-        counts = [each.size for each in read_tensors(self._folder / "adapters").values()]
-        divisors = np.repeat(self._scale.divisors, counts)
-        step, bits = self._scale.step / rotation.share, self._asked.bits
-        steps = rotation.turned(total / divisors) / step
-        self.beyond.append(int((np.abs(steps) > 2 ** (bits - 1)).sum()))
-        if not self.beyond[-1]:
-            return total
-        return rotation.turned_back(centred(steps, bits) * step) * divisors
 
 
 def _signal(client: Path, number: int) -> bool:
@@ -523,8 +516,8 @@ sum of what clients told, as far as the modulus goes: no number was more than
 
 {markdown(titles, lines, ("recipe",))}
 Mean of {len(ours)} federations of ours: {mean_of_ours / mean - 1:+.2%} of all data together.
-Each has other parts and orders of the data, and others are lost. They tell {asked.bits} bits of
-{asked.told:.0%} of the numbers.
+Each has other parts and orders of the data, and others are lost. They tell {asked.told:.0%} of
+the numbers, in equal parts of the rounds in {", ".join(map(str, asked.bits))} bits.
 
 {asked.clients} clients with {min(found["rows"])} to {max(found["rows"])} rows, of whom
 {asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
@@ -532,8 +525,9 @@ A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on 
 ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
 together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
 {asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have
-{counts["a"]:,} numbers in A and {counts["b"]:,} in B. At most {beyond:,} numbers of a sum left the
-modulus. {compared}Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
+{counts["a"]:,} numbers in A and {counts["b"]:,} in B. Leaving the modulus cost a sum of theirs
+at most {beyond:.1%} of its square. {compared}Losses are in nats a byte, of
+{found["held_out_bytes"]:,} held-out bytes.
 """
 
 

@@ -11,7 +11,7 @@ from paceline.config.federate import Federate, read_federate
 from paceline.config.job import read_job
 from paceline.federate.command import federate_command
 from paceline.federate.grid import half_of, modulus_bits, on_grid, packed, unpacked
-from paceline.federate.rounds import TOLD, factor_of, next_limit, with_size
+from paceline.federate.rounds import TOLD, bits_of, factor_of, next_limit, with_size
 from paceline.federate.split import clients_of_rows
 from paceline.federate.state import STATE_FILE, State, read_state, write_state
 
@@ -113,6 +113,10 @@ def test_the_range_follows_the_size_that_is_told_in_the_sum():
         ("[federate]\njob = 'a'\nclient = 8", "did you mean clients"),
         ("[federate]\njob = 'a'\nalpha = 2.0", "alpha has no effect"),
         ("[federate]\njob = 'a'\ntold = 0.5", "told has no effect"),
+        ("[federate]\njob = 'a'\nbits = [4, 3]", "2 values for parts of 10 rounds"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nrounds = 1\nbits = [4, 3]", "of 1 rounds"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = [4, 20]", "federate.bits"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = []", "federate.bits"),
         ("[federate]\njob = 'a'\ntells = 'gradients'\nsteps = 3", "steps is not for"),
         (
             "[federate]\njob = 'a'\ntells = 'gradients'\n[federate.privacy]\nepsilon = 1\nclip = 1",
@@ -127,6 +131,12 @@ def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
     file.write_text(text)
     with pytest.raises(InputError, match=words):
         read_federate(file)
+
+
+def test_bits_of_rounds_are_of_equal_parts_one_after_the_other():
+    stated = {"bits": "6 4 3", "rounds": 7}
+    assert [bits_of(stated, number) for number in range(9)] == [6, 6, 6, 6, 4, 4, 3, 3, 3]
+    assert {bits_of({"bits": "4", "rounds": 7}, number) for number in range(9)} == {4}
 
 
 def test_the_state_of_a_server_comes_back_in_the_order_of_names(tmp_path):

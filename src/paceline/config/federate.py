@@ -9,6 +9,8 @@ from paceline.config.errors import InputError
 from paceline.config.files import read_toml
 from paceline.config.frozen import Auto, Count, FrozenConfig
 
+_Bits = Annotated[int, Field(ge=2, le=16, strict=True)]
+
 
 class Privacy(FrozenConfig):
     """Table [federate.privacy]: how little the adapters of all rounds may tell of a client."""
@@ -51,9 +53,10 @@ class Federate(FrozenConfig):
     one source."""
     alpha: float = Field(0.5, gt=0, le=1e6)
     """Of "dirichlet": the smaller, the less alike are the clients' parts."""
-    bits: int = Field(4, ge=2, le=16)
+    bits: _Bits | Annotated[tuple[_Bits, ...], Field(strict=False, min_length=1)] = 4
     """Of a number of a change, before masks add log2 of the clients that take part; of a gradient,
-    masks and all."""
+    masks and all. A list, for gradients: of equal parts of the rounds, one after the other. The
+    first steps suffer most from noise."""
     told: float = Field(1.0, gt=0, le=1)
     """Share of the numbers of a gradient that a client tells: the fewer, the more noise has the
     step."""
@@ -61,6 +64,11 @@ class Federate(FrozenConfig):
     """A client that hasn't answered after so long has dropped out of the round."""
     privacy: Privacy | None = None
     """Noise on what is summed, so that adapters tell little of a client; left out: none."""
+
+    @property
+    def all_bits(self) -> tuple[int, ...]:
+        """Bits of each part of the rounds."""
+        return self.bits if isinstance(self.bits, tuple) else (self.bits,)
 
     @property
     def taking_part(self) -> int:
@@ -92,6 +100,13 @@ def read_federate(file: Path) -> Federate:
         raise InputError(
             'federate.told has no effect with tells = "changes": leave it out, or use '
             'tells = "gradients".'
+        )
+    if isinstance(found.bits, tuple) and (
+        found.tells == "changes" or len(found.bits) > found.rounds
+    ):
+        raise InputError(
+            f"federate.bits has {len(found.bits)} values for parts of {found.rounds} rounds: give "
+            'one value, or with tells = "gradients" no more than there are rounds.'
         )
     if found.tells == "gradients":
         for name in ("steps", "privacy"):

@@ -91,8 +91,9 @@ def nearest(word: str, known: Sequence[str]) -> str:
 def _describe(error: ValidationError, config: type[BaseModel], where: str) -> str:
     """Put the first problem that pydantic found into one sentence."""
     problems = error.errors()
-    # Where a section or a word may stand, a section's own problem says more than that it's no word.
-    problems = [each for each in problems if not _refuses_a_section(each)] or problems
+    # Where a section or a word may stand, a section's own problem says more than that it's no word;
+    # and so does that of what a list holds, where a number may stand.
+    problems = [each for each in problems if not _refuses_as_a_whole(each)] or problems
     first = problems[0]
     section, path = _walk(config, first["loc"])
     name = ".".join(filter(None, [where, *path]))
@@ -120,9 +121,9 @@ def _describe(error: ValidationError, config: type[BaseModel], where: str) -> st
     return f"{name} = {shown} can't be used: it must be {required}."
 
 
-def _refuses_a_section(problem: ErrorDetails) -> bool:
-    is_word = problem["type"] in ("literal_error", "string_type")
-    return is_word and isinstance(problem["input"], Mapping)
+def _refuses_as_a_whole(problem: ErrorDetails) -> bool:
+    is_plain = problem["type"] in ("literal_error", "string_type", "int_type")
+    return is_plain and isinstance(problem["input"], Mapping | list)
 
 
 def _required(problem: ErrorDetails) -> str:

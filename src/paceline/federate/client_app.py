@@ -19,10 +19,11 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.client.numpy_client import NumPyClient
 
 from paceline.federate import gradients_process
-from paceline.federate.gradients import Scale, Telling
+from paceline.federate.gradients import Telling
 from paceline.federate.grid import Floats, Ints, on_grid
 from paceline.federate.privacy import on_grid_within
-from paceline.federate.rounds import Factor, Shares, form_of, with_size
+from paceline.federate.rounds import Factor, Shares, bits_of, form_of, with_size
+from paceline.federate.scale import Scale
 from paceline.federate.shared_file import (
     GRADIENT,
     WEIGHTS_FILE,
@@ -32,6 +33,9 @@ from paceline.federate.shared_file import (
     vector_of,
     write_tensors,
 )
+
+_LEAST_MARK = 1e-3
+"""Marks are sums of many numbers, and differ by some if one vector has another direction."""
 
 
 class _Client(NumPyClient):
@@ -67,7 +71,7 @@ class _Client(NumPyClient):
             change += np.load(kept)
         _must_be_finite(change, number)
         limit, stream = config["limit"], np.random.default_rng()
-        bits, clip = int(self._stated["bits"]), float(self._stated["clip"])
+        bits, clip = bits_of(self._stated, number), float(self._stated["clip"])
         if clip:
             values, error = on_grid_within(change, limit, bits, clip, stream)
         else:
@@ -80,17 +84,25 @@ class _Client(NumPyClient):
         samples = gradients_process.compute(number)
         gradient = vector_of(read_tensors(self._folder / GRADIENT, before), "all")
         _must_be_finite(gradient, number)
-        counts = [each.size for each in before.values()]
-        telling = Telling(counts, number, float(self._stated["told"]))
-        scale = Scale.of_json(config["scale"])
-        values = telling.told(gradient, samples, scale, self._node)
-        np.save(self._folder / "told.npy", telling.meant(values, [self._node], scale))
-        return values
+        share, bits = float(self._stated["told"]), bits_of(self._stated, number)
+        telling = Telling(before, number, Scale.of_json(config["scale"]), share, bits)
+        _must_be_alike(telling.mark, config["mark"], number)
+        told = telling.told(gradient, samples, self._node)
+        np.save(self._folder / "told.npy", told.meant)
+        return told.values
 
 
 def _must_be_finite(found: Floats, number: int) -> None:
     if not np.isfinite(found).all():
         raise ValueError(f"round {number} came to numbers that are not finite")
+
+
+def _must_be_alike(ours: float, servers: float, number: int) -> None:
+    if abs(ours - servers) > _LEAST_MARK:
+        raise ValueError(
+            f"round {number}: the server would not understand how gradients are turned here (mark "
+            f"{ours:.6f}, {servers:.6f} there): install the server's versions of NumPy and torch"
+        )
 
 
 def train_round(
@@ -129,7 +141,9 @@ def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> M
     records = reply.content.config_records if reply.has_content() else {}
     if Key.MASKED_PARAMETERS in (answer := records.get(RECORD_KEY_CONFIGS, {})):
         values = np.concatenate([bytes_to_ndarray(raw) for raw in answer[Key.MASKED_PARAMETERS]])
-        answer[Key.MASKED_PARAMETERS] = [form_of(context.run_config, len(values)).packed(values)]
+        number = int(message.content.config_records["fitins.config"]["round"])
+        form = form_of(context.run_config, number, len(values))
+        answer[Key.MASKED_PARAMETERS] = [form.packed(values)]
     return reply
 
 

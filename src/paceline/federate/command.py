@@ -23,10 +23,11 @@ from paceline.config.job_sections import Checkpoint, Data, Observe
 from paceline.config.mixture import Source
 from paceline.config.model import Model
 from paceline.config.urls import is_url
-from paceline.federate.gradients import HALF, least_bits
+from paceline.federate.grid import HALF
 from paceline.federate.privacy import noise_for
 from paceline.federate.processes import running, write_app
 from paceline.federate.rounds import Shares
+from paceline.federate.scale import least_bits
 from paceline.federate.server_optimizer import JOB_FILE
 from paceline.federate.shared_file import TRAINED_FILE, read_tensors, trained_names, write_tensors
 from paceline.federate.split import clients_of_rows
@@ -113,10 +114,11 @@ def prepare(
     job = _checked(spec)
     if asked.tells == "gradients":
         _check_steps_of_server(job)
-        if asked.bits < (least := least_bits(asked.taking_part)):
+        bits, least = min(asked.all_bits), least_bits(asked.taking_part)
+        if bits < least:
             raise InputError(
-                f"federate.bits = {asked.bits} are too few for the sum of {asked.taking_part} "
-                f"clients' gradients: give at least {least}."
+                f"federate.bits = {bits} are too few for the sum of {asked.taking_part} clients' "
+                f"gradients: give at least {least}."
             )
     parts = _parts(asked, given)
     batches = _batches(asked, spec, [len(rows) for _, rows in parts])
@@ -420,7 +422,7 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
         "rounds": asked.rounds,
         "taking-part": asked.taking_part,
         "least": asked.least,
-        "bits": asked.bits,
+        "bits": " ".join(map(str, asked.all_bits)),
         "told": asked.told,
         # Of a gradient, what is packed as a whole: Flower's factor, samples, a size each tensor.
         "head": 2 + len(read_tensors(folder / _shares(job), trained_names(folder))),

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+HALF = 2**15
+"""The largest number that a client tells of a gradient; the least is its negative."""
 
 
 def half_of(bits: int) -> int:
@@ -82,7 +84,7 @@ class Form(NamedTuple):
         return np.concatenate([wide, others])
 
 
-def centred(sums: Floats, bits: int) -> Floats:
+def centred(sums: Ints, bits: int) -> Ints:
     """Sums that are known modulo 2^bits, as the numbers nearest to zero that they can be."""
     half = 1 << (bits - 1)
     return (sums + half) % (1 << bits) - half

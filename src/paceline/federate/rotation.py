@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from paceline.federate.grid import Floats
+from paceline.federate.lattice import DIMENSION
 
 _BLOCK = 4096
 
@@ -26,16 +27,16 @@ class Rotation:
 
     def __init__(self, count: int, seed: int, share: float) -> None:
         self._count = count
-        self._block = min(_BLOCK, 1 << (count - 1).bit_length())
+        self._block = min(_BLOCK, max(DIMENSION, 1 << (count - 1).bit_length()))
         padded = -(-count // self._block) * self._block
         stream = np.random.default_rng(seed)
         self._signs = stream.choice([-1.0, 1.0], padded)
         self._order = stream.permutation(padded)
-        self._kept = max(1, round(share * self._block))
+        self._kept = DIMENSION * max(1, round(share * self._block / DIMENSION))
 
     @property
     def share(self) -> float:
-        """That is kept: `share`, in whole numbers of a block."""
+        """That is kept: `share`, in whole sixteens of a block."""
         return self._kept / self._block
 
     @property

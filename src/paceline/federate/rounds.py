@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.federate.gradients import HALF
-from paceline.federate.grid import Floats, Form, half_of, modulus_bits
+from paceline.federate.grid import HALF, Floats, Form, half_of, modulus_bits
 
 Factor = Literal["a", "b", "all"]
 Shares = Literal["adapters", "weights"]
@@ -57,16 +56,22 @@ def limit_of_norm(norm: float, count: int) -> float:
     return _WIDE * norm / math.sqrt(count)
 
 
+def bits_of(stated: Mapping[str, Any], number: int) -> int:
+    """Of a number that a client tells in a round."""
+    bits = [int(each) for each in str(stated["bits"]).split()]
+    return bits[min(max(number - 1, 0), stated["rounds"] - 1) * len(bits) // stated["rounds"]]
+
+
 def half_told(stated: Mapping[str, Any]) -> int:
     """The largest number that a client tells; the least is its negative."""
-    return half_of(int(stated["bits"])) if stated["tells"] == "changes" else HALF
+    return half_of(bits_of(stated, 1)) if stated["tells"] == "changes" else HALF
 
 
-def form_of(stated: Mapping[str, Any], count: int) -> Form:
-    """How so many numbers of a client travel, of which the first is a factor of Flower's.
+def form_of(stated: Mapping[str, Any], number: int, count: int) -> Form:
+    """How so many numbers of a client travel in a round, of which the first is Flower's factor.
 
     Those of a change all have the bits of their sum, of a gradient only those of its head.
     """
     head = count if stated["tells"] == "changes" else int(stated["head"])
     wide = modulus_bits(half_told(stated), int(stated["taking-part"]))
-    return Form(wide, head, int(stated["bits"]), count)
+    return Form(wide, head, bits_of(stated, number), count)

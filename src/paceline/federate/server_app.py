@@ -97,7 +97,7 @@ def main(grid: Grid, context: Context) -> None:
     def fit(grid: Grid, context: Context) -> None:
         nonlocal number
         began, half, told = time.monotonic(), half_told(stated), strategy.line(number)
-        form = form_of(stated, 1 + strategy.count(number))
+        form = form_of(stated, number, 1 + strategy.count(number))
         unpacking = _Unpacking(grid, form)
         _Workflow(
             1.0, float(stated["least"]),

@@ -9,17 +9,19 @@ from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_nd
 from flwr.server.strategy import Strategy
 from torch import Tensor
 
-from paceline.federate.gradients import Scale, Telling
+from paceline.federate.gradients import Telling
 from paceline.federate.grid import Floats
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import (
     TOLD,
     Factor,
+    bits_of,
     factor_of,
     half_told,
     limit_of_norm,
     next_limit,
 )
+from paceline.federate.scale import Scale
 from paceline.federate.server_optimizer import ServerOptimizer
 from paceline.federate.shared_file import (
     plus,
@@ -45,7 +47,7 @@ class Rounds(Strategy):
         self.stated = stated
         self._shared = Path(stated["folder"]) / stated["shares"]
         self.tensors = read_tensors(self._shared, trained_names(self._shared.parent))
-        self.bits, self.taking_part = int(stated["bits"]), int(stated["taking-part"])
+        self.taking_part = int(stated["taking-part"])
         self.asked, self.is_summed = 0, False
         self._nodes: list[int] = []
 
@@ -213,7 +215,7 @@ class Gradients(Rounds):
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
         self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
-        self._scale = Scale(np.zeros(len(self.tensors)), 1.0)
+        self._scale = Scale.at_first(self.tensors)
         self._sizes: Floats | None = None
 
     def count(self, number: int) -> int:
@@ -223,16 +225,16 @@ class Gradients(Rounds):
 
     def config(self, number: int) -> dict[str, Any]:
         """How a gradient is told."""
-        return {"scale": self._scale.as_json()}
+        return {"scale": self._scale.as_json(), "mark": self._telling(number).mark}
 
     def take(self, number: int, mean: Floats) -> None:
         """Step, but for the round that tells sizes alone."""
         sums = np.rint(mean * self.answered).astype(np.int64)
         telling = self._telling(number)
-        found = telling.understood(sums, self._nodes, self._scale, self.bits)
+        found = telling.understood(sums, self._nodes)
         if number:
             self.tensors = self._optimizer.step(number - 1, found.mean)
-        self._scale = found.next_scale(self._sizes, self._scale, self.bits)
+        self._scale = found.next_scale(self.tensors, self._sizes, self._scale)
         self._sizes = found.sizes
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -248,10 +250,11 @@ class Gradients(Rounds):
         self._optimizer.go_on(tensors)
 
     def line(self, number: int) -> dict[str, Any]:
-        """The step of the grid."""
-        told = {"factor": "gradient", "step": self._scale.step}
-        return {**told, "numbers": self._telling(number).num_told}
+        """The lattice's step, and bits of a number."""
+        telling, bits = self._telling(number), bits_of(self.stated, number)
+        told = {"factor": "gradient", "step": telling.step, "bits": bits}
+        return {**told, "numbers": telling.num_told}
 
     def _telling(self, number: int) -> Telling:
-        counts = [each.size for each in self.tensors.values()]
-        return Telling(counts, number, float(self.stated["told"]))
+        share, bits = float(self.stated["told"]), bits_of(self.stated, number)
+        return Telling(self.tensors, number, self._scale, share, bits)

@@ -3,16 +3,15 @@
 One optimizer, the server's, gets the mean gradient of all batches of a round. So a federation does
 what one process does that has these batches, but for rounding.
 
-How few bits a number needs: a gradient is divided by its tensors' sizes, what follows from the rest
-is left out (`adapter_pairs`), and it is turned (`rotation`), so that all its numbers are spread
-alike. Each sixteen of them are moved by a dither, which is drawn for this client and round alone,
-and rounded to a point of a lattice (`lattice`); the server draws the same dithers and takes them
-off the sum. So a number is told right in the mean, with an error that is spread evenly over what is
-rounded to a point, whatever the number is (https://arxiv.org/abs/2006.03262), and nothing is left
-for later rounds. Points are told modulo 2^bits times the lattice, and the step between them is one
-with which the *sum* of all clients stays within the modulus: half of it is `_sure` times what the
-sum's numbers are spread by, as the rounds before showed. What single batches have of noise cancels
-in the sum, and takes no bits.
+How few bits a number needs: a gradient is divided by the sizes of its tensors and lines (`scale`),
+what follows from the rest is left out (`adapter_pairs`), and it is turned (`rotation`), so that all
+its numbers are spread alike. Each sixteen of them are moved by a dither, which is drawn for this
+client and round alone, and rounded to a point of a lattice (`lattice`); the server draws the same
+dithers and takes them off the sum. So a number is told right in the mean, with an error that is the
+same whatever the number is (https://arxiv.org/abs/2006.03262), and nothing is left for later
+rounds. Points are told modulo 2^bits times the lattice. Its step is one with which the *sum* of all
+clients stays within the modulus, as large as the rounds before showed it to be. What single batches
+have of noise cancels in the sum, and takes no bits.
 
 Round 0 tells the sizes alone.
 """
@@ -121,10 +120,11 @@ class Telling:
         fits = np.minimum(1.0, longest / np.maximum(sizes, 1e-300))
         for a, b in self._pairs:
             fits[[a, b]] = fits[[a, b]].min()
-        moved = self._turned(gradient * np.repeat(fits / self._sizes, self._counts))
-        found = nearest(moved / self._unit + (dithers := self._dithers(node)))
+        turned = self._turned(gradient * np.repeat(fits / self._sizes, self._counts))
+        dither = self._dithers(node)
+        found = nearest(turned / self._unit + dither)
         values = centred(coordinates(found).reshape(-1), self._bits)
-        meant = self._turned_back(found - dithers, self._sizes)
+        meant = self._turned_back(found - dither, self._sizes)
         return Told(np.concatenate([head.astype(np.int64), values]), meant)
 
     def understood(self, sums: Ints, nodes: Sequence[int]) -> Understood:

@@ -172,6 +172,14 @@ def test_a_damaged_state_is_one_sentence(tmp_path, damage, words):
     assert "put back a copy" in str(caught.value)
 
 
+def test_a_state_of_another_version_is_not_gone_on_with(tmp_path):
+    write_state(tmp_path, State.of({"round": 3}, {}, {"a": np.ones(2, np.float32)}, {}))
+    file = tmp_path / STATE_FILE
+    file.write_bytes(file.read_bytes().replace(b'"form":"2"', b'"form":"1"'))
+    with pytest.raises(InputError, match=r"another version of Paceline.*give another --out"):
+        read_state(tmp_path)
+
+
 def test_at_least_three_take_part():
     assert Federate(job="a", clients=20, share=0.1).taking_part == 3
     assert Federate(job="a", clients=8).taking_part == 8

@@ -18,6 +18,8 @@ from paceline.federate.shared_file import Tensors
 STATE_FILE = "server.safetensors"
 _SHARED = "shared/"  # begins the names of what all share; other tensors are the server's own
 _PLAIN = TypeAdapter(dict[str, Any])
+_FORM = "2"
+"""Of settings: another one where what strategies keep in them changes."""
 
 
 class State(NamedTuple):
@@ -67,7 +69,11 @@ def write_state(folder: Path, state: State) -> None:
     """Replace the state of a federation, at once."""
     file = folder / STATE_FILE
     partial = file.with_name(f".{file.name}")
-    told = {"line": json.dumps(state.line), "settings": json.dumps(state.settings)}
+    told = {
+        "form": _FORM,
+        "line": json.dumps(state.line),
+        "settings": json.dumps(state.settings),
+    }
     save_file({name: each.contiguous() for name, each in state.tensors.items()}, partial, told)
     to_disk(partial)
     partial.replace(file)
@@ -77,7 +83,7 @@ def read_state(folder: Path) -> State | None:
     """The state that a federation has; None: no round is over.
 
     Raises:
-        InputError: the file is damaged.
+        InputError: the file is damaged, or of another version of Paceline.
     """
     file = folder / STATE_FILE
     if not file.exists():
@@ -87,6 +93,11 @@ def read_state(folder: Path) -> State | None:
             told = opened.metadata() or {}
             # In the order of their names, as `read_tensors` has them.
             tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+        if "line" in told and told.get("form") != _FORM:
+            raise InputError(
+                f"{file} is of another version of Paceline, and this one can't go on with its "
+                "rounds: give another --out."
+            )
         line, settings = (parse_json(told[name], _PLAIN) for name in ("line", "settings"))
         if not isinstance(line["round"], int):
             raise ValueError(f"round {line['round']!r} is no number")

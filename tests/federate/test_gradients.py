@@ -4,23 +4,15 @@ import numpy as np
 import pytest
 
 from paceline.config.job import read_job
-from paceline.federate import gradients_process
+from paceline.federate import gradients_process, lattice
 from paceline.federate.adapter_pairs import Reduction, adapters_of
 from paceline.federate.client_round import main as train_alone
 from paceline.federate.command import write_start
 from paceline.federate.gradients import Telling
 from paceline.federate.grid import HALF, Form, centred, modulus_bits
-from paceline.federate.lattice import (
-    DIMENSION,
-    SECOND_MOMENT,
-    STEP,
-    coordinates,
-    dithers,
-    nearest,
-    points_of,
-)
+from paceline.federate.lattice import DIMENSION, SECOND_MOMENT, STEP, nearest
 from paceline.federate.rotation import Rotation
-from paceline.federate.scale import Scale, Understood, least_bits
+from paceline.federate.scale import Scale, Understood, least_bits, line_of
 from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
 from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of, write_tensors
 from paceline.models.weights import write_weights
@@ -57,17 +49,17 @@ def test_rounding_to_the_lattice_errs_as_its_table_says(points):
 def test_sums_of_coordinates_are_those_of_sums(points):
     """Modulo as well: what a client adds of a multiple of the lattice is lost with it."""
     first, second = nearest(points[:1000]), nearest(points[1000:2000])
-    assert (points_of(coordinates(first)) == first).all()
-    whole = np.random.default_rng(3).integers(-9, 9, (1000, DIMENSION))
-    assert (nearest(points_of(whole)) == points_of(whole)).all()  # any coordinates are a point's
-    sums = (coordinates(first) + coordinates(second)) % 2**BITS
-    found = points_of(sums) - (first + second)
+    assert (lattice.points_of(lattice.coordinates(first)) == first).all()
+    any_point = lattice.points_of(np.random.default_rng(3).integers(-9, 9, (1000, DIMENSION)))
+    assert (nearest(any_point) == any_point).all()
+    sums = (lattice.coordinates(first) + lattice.coordinates(second)) % 2**BITS
+    found = lattice.points_of(sums) - (first + second)
     assert (nearest(found / 2**BITS) * 2**BITS == found).all()
 
 
 def test_dithers_are_spread_evenly_over_what_is_rounded_to_a_point():
     """So that the error has no direction: as of points anywhere."""
-    error = dithers(np.random.default_rng(0), 20_000)
+    error = lattice.dithers(np.random.default_rng(0), 20_000)
     error -= nearest(error)
     expected = np.eye(DIMENSION) * SECOND_MOMENT * STEP**2
     assert np.cov(error.T) == pytest.approx(expected, abs=0.01)
@@ -123,6 +115,9 @@ def test_how_gradients_are_turned_does_not_hang_on_the_last_digits_of_a_decompos
     tensors["x.lora_A.weight"][0] *= -1
     assert abs(Telling(tensors, 1, scale, 1.0, 4).mark - mark) > 0.1
     assert abs(Telling(near, 2, scale, 1.0, 4).mark - mark) > 0.1
+    Telling(near, 1, scale, 1.0, 4).must_have(mark)
+    with pytest.raises(ValueError, match="would not understand"):
+        Telling(tensors, 1, scale, 1.0, 4).must_have(mark)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 4096, 5000])
@@ -287,9 +282,15 @@ def test_the_sum_is_expected_larger_at_once_and_smaller_slowly():
         assert after.square == pytest.approx(square)
 
 
-def test_small_rows_and_columns_are_told_finer():
-    """Columns of A, rows of B and of other matrices: errors are as their numbers are."""
-    tensors = {**adapter(20, 12, 4, 0), "z": np.zeros((5, 3000), np.float32)}
+def test_lines_are_columns_of_a_and_rows_of_other_matrices():
+    shapes = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (2, 2), "y": (2,), "z": (2, 1, 2)}
+    found = line_of({name: np.zeros(shape) for name, shape in shapes.items()})
+    assert found.tolist() == [0, 1, 2, 0, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+
+
+def test_small_rows_are_told_finer():
+    """Errors are as the numbers of a row are, once some rounds have shown these."""
+    tensors = {"y": np.zeros(300, np.float32), "z": np.zeros((5, 3000), np.float32)}
     stream, before, scale = np.random.default_rng(0), None, Scale.at_first(tensors)
     rows = np.array([0.01, 1.0, 1.0, 1.0, 3.0])
     errors = []
@@ -332,6 +333,7 @@ def computed():
     gradients_process.end()
 
 
+# A larger rate makes gradients grow more than fourfold in a step, of which no more is told.
 SGD = 'name = "sgd"\nmomentum = 0.0\nweight_decay = 0.01\nlr = 0.2'
 
 

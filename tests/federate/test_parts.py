@@ -115,8 +115,8 @@ def test_the_range_follows_the_size_that_is_told_in_the_sum():
         ("[federate]\njob = 'a'\ntold = 0.5", "told has no effect"),
         ("[federate]\njob = 'a'\nbits = [4, 3]", "2 values for parts of 10 rounds"),
         ("[federate]\njob = 'a'\ntells = 'gradients'\nrounds = 1\nbits = [4, 3]", "of 1 rounds"),
-        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = [4, 20]", "federate.bits"),
-        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = []", "federate.bits"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = [4, 20]", "federate.bits.1 = 20"),
+        ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = []", "a list of at least 1"),
         ("[federate]\njob = 'a'\ntells = 'gradients'\nsteps = 3", "steps is not for"),
         (
             "[federate]\njob = 'a'\ntells = 'gradients'\n[federate.privacy]\nepsilon = 1\nclip = 1",

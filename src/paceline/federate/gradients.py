@@ -22,17 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.federate import lattice
 from paceline.federate.adapter_pairs import Reduction, adapters_of
 from paceline.federate.grid import Floats, Ints, centred
-from paceline.federate.lattice import (
-    DIMENSION,
-    SECOND_MOMENT,
-    STEP,
-    coordinates,
-    dithers,
-    nearest,
-    points_of,
-)
 from paceline.federate.rotation import Rotation
 from paceline.federate.scale import ALIKE_AT_FIRST, Scale, Understood, line_of, step_of
 from paceline.federate.shared_file import Tensors
@@ -43,6 +35,9 @@ _LONGEST = 4.0  # times the size that was expected
 _FAINT = 1e-6
 """Of the largest size: what tensors are told at whose size isn't known. AdamW's and Lion's first
 steps are of one length whatever the size, so they take it."""
+_ALIKE = 1e-3
+"""What marks may differ by: they are sums of many numbers, and differ by some if one vector of a
+decomposition has another direction."""
 
 
 class Told(NamedTuple):
@@ -86,7 +81,7 @@ class Telling:
         expected = float(self._counts @ (scale.sizes > 0)) / self._num_turned
         self.step = step_of(bits, scale.square * (expected or 1.0))
         """Of the lattice, in turned numbers."""
-        self._unit = self.step / STEP
+        self._unit = self.step / lattice.STEP
 
     @property
     def num_head(self) -> int:
@@ -101,6 +96,22 @@ class Telling:
         """
         probe = np.random.default_rng(self._number).standard_normal(self._counts.sum())
         return float((self._turned(probe) * self._dithers(0)).sum()) if self.num_told else 0.0
+
+    def must_have(self, mark: float) -> None:
+        """Check that the server would understand what is told here.
+
+        Args:
+            mark: the server's.
+
+        Raises:
+            ValueError: it would not.
+        """
+        if abs(self.mark - mark) > _ALIKE:
+            raise ValueError(
+                f"round {self._number}: the server would not understand how gradients are turned "
+                f"here (mark {self.mark:.6f}, {mark:.6f} there): install the server's versions of "
+                "NumPy and torch"
+            )
 
     def told(self, gradient: Floats, samples: int, node: int) -> Told:
         """What a client tells.
@@ -122,8 +133,8 @@ class Telling:
             fits[[a, b]] = fits[[a, b]].min()
         turned = self._turned(gradient * np.repeat(fits / self._sizes, self._counts))
         dither = self._dithers(node)
-        found = nearest(turned / self._unit + dither)
-        values = centred(coordinates(found).reshape(-1), self._bits)
+        found = lattice.nearest(turned / self._unit + dither)
+        values = centred(lattice.coordinates(found).reshape(-1), self._bits)
         meant = self._turned_back(found - dither, self._sizes)
         return Told(np.concatenate([head.astype(np.int64), values]), meant)
 
@@ -140,13 +151,13 @@ class Telling:
         if not self.num_told:
             nothing = np.zeros(int(self._counts.sum()))
             return Understood(nothing, samples, sizes, ALIKE_AT_FIRST)
-        found = points_of(sums[self.num_head :].reshape(-1, DIMENSION))
+        found = lattice.points_of(sums[self.num_head :].reshape(-1, lattice.DIMENSION))
         for node in nodes:
             found -= self._dithers(node)
         found = self._within_modulus(found)
         # Of a tensor without gradients there is rounding's noise alone.
         mean = self._turned_back(found, np.where(sizes > 0, self._sizes, 0.0)) / samples
-        noise = len(nodes) * SECOND_MOMENT * STEP**2
+        noise = len(nodes) * lattice.SECOND_MOMENT * lattice.STEP**2
         square = (np.square(found).mean() - noise) * self._unit**2
         unlike = np.square(np.minimum(sizes / self._sizes, _LONGEST)) @ self._counts
         alike = square * self._num_turned / (samples * unlike) if unlike else 1.0
@@ -163,11 +174,11 @@ class Telling:
         return self._turned_back(self._within_modulus(found), self._sizes)
 
     def _within_modulus(self, found: Floats) -> Floats:
-        return found - nearest(found / 2**self._bits) * 2**self._bits
+        return found - lattice.nearest(found / 2**self._bits) * 2**self._bits
 
     def _turned(self, gradient: Floats) -> Floats:
         turned = self._rotation.turned(self._reduction.reduced(gradient))
-        return turned.reshape(-1, DIMENSION)
+        return turned.reshape(-1, lattice.DIMENSION)
 
     def _turned_back(self, found: Floats, sizes: Floats) -> Floats:
         told = self._rotation.turned_back(found.reshape(-1) * (self._unit / self._rotation.share))
@@ -175,7 +186,7 @@ class Telling:
 
     def _dithers(self, node: int) -> Floats:
         stream = np.random.default_rng([self._number, node])
-        return dithers(stream, self.num_told // DIMENSION)
+        return lattice.dithers(stream, self.num_told // lattice.DIMENSION)
 
 
 def _as_parts(sizes: Floats) -> Floats:

@@ -151,10 +151,10 @@ def step_of(bits: int, square: float) -> float:
 def _sure(bits: int) -> float:
     """How far the modulus reaches, in what the sum's numbers are spread by.
 
-    With 4 bits 3.1. Rounding errs the least at 2.8, by 6 % of the sum's mean square for six clients
-    whose numbers are spread like a Gaussian. Where they are spread wider than was expected,
-    sixteens of them are wrong by the modulus, as if very badly rounded. With more bits there is
-    room to spare.
+    With 4 bits 3.1. Rounding and leaving the modulus err the least at 2.9 to 3.2, by 7 % of the
+    mean square of a sum of six clients that is spread like a Gaussian (drawn: at 2.7 it is 10 %).
+    Where it is spread wider than was expected, sixteens of its numbers are wrong by the modulus, as
+    if very badly rounded. With more bits there is room to spare.
     """
     return min(max(3.1, 1 + bits / 2), 8.0)
 

@@ -269,7 +269,8 @@ def test_what_nvidia_smi_cannot_say_is_unknown():
 # ---- the command --------------------------------------------------------------------------------
 
 
-def test_what_is_no_run_is_said(tmp_path):
+def test_what_is_no_run_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # `make demo` leaves a run in the clone
     with pytest.raises(InputError, match="is not the directory of a run"):
         top_command([tmp_path], once=True, every_s=1, as_json=False)
     with pytest.raises(InputError, match="no run is named"):

@@ -2,16 +2,19 @@
 
 How it works: a decoder of 0.9 M parameters that knows Python's own library learns Paceline's pages,
 code and tests, which are cut among clients (Dirichlet over the three, so no two parts are alike).
-Each recipe gets the same base, first adapters, parts, rounds, samples and learning rates, which
-rise and fall by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed,
-is lost: the process that computes for it is killed (SIGKILL) when it was asked.
+Each recipe gets the same base, first adapters, parts, rounds and samples; its learning rate rises
+and falls by a cosine over the rounds. In each round a quarter of the clients, drawn by a seed, is
+lost: the process that computes for it is killed (SIGKILL) when it was asked.
 
-- ours: `paceline federate` as it stands, clients telling gradients under SecAgg+, with as few bits
-  that it uploads an eighth of FedAvg without secrets; several times, each with other parts, order
-  of the data and clients that are lost.
+- ours: `paceline federate` as it stands, clients telling what some steps come to ("fedavg") under
+  SecAgg+, with as few bits that it uploads an eighth of FedAvg without secrets; several times, each
+  with other parts, order of the data and clients that are lost.
+- gradients: the same, clients telling gradients of the samples of all these steps.
 - FedAvg: `peers/flower_fedavg.py`, both matrices in fp32, without SecAgg+, and with Flower's.
-- together: one process, as many steps as there are rounds, on as many samples in each; with
-  several orders of the data, which alone make a difference.
+- together: one process, as many steps as clients of FedAvg make in all rounds, each on as many
+  samples as all who answer have in it; with several orders of the data, which alone make a
+  difference.
+- together, in large steps: as many steps as there are rounds, on the samples of a round.
 
 Uploads are the bytes of the messages' objects as Flower sends them. Held-out loss is computed by
 transformers and peft from the adapters on disk. The adapters that the server came to are compared
@@ -34,7 +37,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -48,18 +52,19 @@ from benchmarks.tables import markdown
 from paceline.config.finetune import TENSORS_FILE
 from paceline.config.job import read_job
 from paceline.federate.command import prepare
-from paceline.federate.gradients import Telling
 from paceline.federate.processes import running, write_app
-from paceline.federate.rounds import Factor, bits_of
+from paceline.federate.rounds import Factor
 from paceline.federate.scale import Scale
 from paceline.federate.server_optimizer import ServerOptimizer
-from paceline.federate.shared_file import Tensors, read_tensors, vector_of
+from paceline.federate.shared_file import Tensors, plus, read_tensors, vector_of
 from paceline.federate.state import read_state
+from paceline.federate.telling import Telling
 from paceline.observe.run import write_atomic
 from paceline.render.figures import bytes_text
 
 FACTORS: Sequence[Factor] = ("a", "b")
 SEQ, END, CHARS, EVERY = 128, 256, 800, 20
+GRADIENT_BITS = [6, 6, 4, 4, 4, 4, 3, 3]
 SOURCES = {"pages": ("docs", "*.md"), "code": ("src", "*.py"), "tests": ("tests", "*.py")}
 PEER = "benchmarks.peers.flower_fedavg"
 MODEL = """
@@ -138,6 +143,7 @@ def main() -> None:
         ("steps", 4, "of a client of FedAvg in a round"),
         ("batch", 8, "samples of 128 bytes in such a step"),
         ("federations", 3, "of ours"),
+        ("gradients", 1, "federations of clients that tell gradients"),
         ("orders", 3, "of the data, for all together"),
         ("rank", 32, "of adapters"),
         ("width", 128, "of the network"),
@@ -146,12 +152,13 @@ def main() -> None:
         ("seed", 0, "of who drops out, of parts and orders: the first of several"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} ({value})")
-    parser.add_argument(
-        "--bits", type=int, nargs="+", default=[6, 6, 4, 4, 4, 4, 3, 3],
-        help="of a number of ours, in equal parts of the rounds (6 6 4 4 4 4 3 3)",
-    )  # fmt: skip
-    parser.add_argument("--told", type=float, default=1.0, help="share of ours' numbers (1)")
-    parser.add_argument("--lr", type=float, default=5e-3, help="of all recipes, at first (5e-3)")
+    for name, default in (("bits", [4, 4, 4, 4, 4, 4, 3, 3]), ("gradient-bits", GRADIENT_BITS)):
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", default=default,
+            help=f"of a number, in equal parts of the rounds ({' '.join(map(str, default))})",
+        )  # fmt: skip
+    parser.add_argument("--lr", type=float, default=5e-3, help="at first (5e-3)")
+    parser.add_argument("--own-lr", type=float, default=1.5e-2, help="the same of ours (1.5e-2)")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
     parser.add_argument("--keep", help="folder of all that is made; a later start goes on there")
     asked = parser.parse_args()
@@ -159,7 +166,7 @@ def main() -> None:
     # Clients import the peers from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     plain = {**vars(asked), "results": None, "keep": None}
-    number = {"federations": None, "orders": None}  # may grow
+    number = {"federations": None, "gradients": None, "orders": None}  # may grow
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(asked.keep or passing).absolute()
         folder.mkdir(exist_ok=True)
@@ -178,19 +185,22 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
     base = folder / "base"
     if not base.exists():
         _base(folder, asked)
-    job = ADAPTERS.format(base=base, **{**vars(asked), "alpha": 2 * asked.rank})
-    clients = job + "".join(
+    sources = "".join(
         f'[[data.sources]]\nname = "{name}"\nsource = "{folder / name}.jsonl"\nweight = 1\n'
         for name in SOURCES
     )
-    recipes = {
-        "ours": f'tells = "gradients"\nbits = {asked.bits}\ntold = {asked.told}',
-        "fedavg": f"steps = {asked.steps}",
-        "fedavg_secagg": f"steps = {asked.steps}",
-    }
-    for name, telling in recipes.items():
-        text = clients.replace(*_whole_batch(asked)) if name == "ours" else clients
-        (folder / f"{name}_job.toml").write_text(text)
+    steps = f"steps = {asked.steps}"
+    own = f'tells = "fedavg"\n{steps}\nbits = {asked.bits}'
+    of_batches = f'tells = "gradients"\nbits = {asked.gradient_bits}'
+    whole = {"batch": asked.batch * asked.steps}
+    recipes: Sequence[tuple[str, str, dict[str, Any]]] = (
+        ("ours", own, {"lr": asked.own_lr, "warmup": asked.warmup * asked.steps}),
+        ("gradients", of_batches, whole),
+        ("fedavg", steps, {}),
+        ("fedavg_secagg", steps, {}),
+    )
+    for name, telling, changed in recipes:
+        (folder / f"{name}_job.toml").write_text(_job(base, asked, **changed) + sources)
         federation = FEDERATE.format(name=name, telling=telling, **vars(asked))
         (folder / f"{name}.toml").write_text(federation)
     first = folder / "first"
@@ -204,29 +214,30 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         """What a recipe came to."""
         out, found = folder / name, {}
         shutil.rmtree(out, ignore_errors=True)
-        recipe, _, order = name.partition("_") if name not in rounds else (name, "", "0")
+        recipe, _, order = name.rpartition("_") if name not in rounds else (name, "", "0")
         seed = asked.seed + int(order)
-        if recipe == "together":
-            _together(folder, job, asked, out, seed)
+        if is_together := recipe in TOGETHER:
+            _together(folder, _job(base, asked, **TOGETHER[recipe](asked)), out, seed)
         else:
             dropped = _dropped(asked, seed)
-            with _dropping(out, dropped, int(name in rounds), asked) as watch:
+            with _dropping(out, dropped, int(name in rounds)) as watch:
                 if name in rounds:
                     _flower(folder, name, rounds[name])
                 else:
                     _command(
-                        "paceline", "federate", str(folder / "ours.toml"), "--out", str(out),
+                        "paceline", "federate", str(folder / f"{recipe}.toml"), "--out", str(out),
                         f"--set=train.seed={seed}", f"--set=finetune.adapters={first}",
                     )  # fmt: skip
             found = {**_told(out, dropped), "missed": watch.missed, "beyond": watch.beyond}
-        adapters = out if recipe == "together" else out / "adapters"
+        adapters = out if is_together else out / "adapters"
         loss = _held_out_loss(base, adapters, held_out)
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
         return {**found, "loss": loss}
 
     ours = [f"ours_{number}" for number in range(asked.federations)]
-    together = [f"together_{number}" for number in range(asked.orders)]
-    names = [ours[0], *rounds, *together, *ours[1:]]
+    together = [f"{recipe}_{number}" for recipe in TOGETHER for number in range(asked.orders)]
+    gradients = [f"gradients_{number}" for number in range(asked.gradients)]
+    names = [ours[0], *rounds, *together, *ours[1:], *gradients]
     found = {name: _once(folder / f"{name}.json", partial(made, name)) for name in names}
     found["first"] = {"loss": _held_out_loss(base, first, held_out)}
     parts = sorted((folder / "fedavg" / "clients").glob("*/data.jsonl"))
@@ -283,19 +294,38 @@ def _base(folder: Path, asked: Any) -> Path:
     return folder / "base"
 
 
-def _whole_batch(asked: Any) -> tuple[str, str]:
-    """What makes of a Job for a client's steps one for a single step on their samples."""
-    return f"global_batch = {asked.batch}\n", f"global_batch = {asked.batch * asked.steps}\n"
+def _job(base: Path, asked: Any, **changed: Any) -> str:
+    """The Job of a recipe, but for its data."""
+    return ADAPTERS.format(base=base, **{**vars(asked), "alpha": 2 * asked.rank, **changed})
 
 
-def _together(folder: Path, job: str, asked: Any, out: Path, seed: int) -> None:
+def _in_all_steps(asked: Any) -> dict[str, int]:
+    """What the Job of all together has of its own."""
+    answering = asked.clients - asked.clients // 4
+    return {
+        "rounds": asked.rounds * asked.steps,
+        "warmup": asked.warmup * asked.steps,
+        "batch": asked.batch * answering,
+    }
+
+
+def _in_large_steps(asked: Any) -> dict[str, int]:
+    return {"batch": asked.batch * asked.steps * (asked.clients - asked.clients // 4)}
+
+
+TOGETHER: Mapping[str, Callable[[Any], dict[str, int]]] = {
+    "together": _in_all_steps,
+    "together_large": _in_large_steps,
+}
+"""Recipes of one process that has all data."""
+
+
+def _together(folder: Path, job: str, out: Path, seed: int) -> None:
     names = ", ".join(f'"{folder / name}.jsonl"' for name in SOURCES)
     (folder / "together.toml").write_text(f"{job}source = [{names}]\n")
-    batch = asked.batch * asked.steps * (asked.clients - asked.clients // 4)
     _command(
         "paceline.federate.client_round", str(folder / "together.toml"), str(out),
-        f"train.global_batch={batch}", f"train.seed={seed}",
-        f"finetune.adapters={folder / 'first'}",
+        f"train.seed={seed}", f"finetune.adapters={folder / 'first'}",
     )  # fmt: skip
 
 
@@ -367,16 +397,17 @@ def _dropped(asked: Any, seed: int) -> dict[int, set[int]]:
 class _Watch(threading.Thread):
     """Kills clients while they compute, and follows what the others tell."""
 
-    def __init__(self, folder: Path, dropped: dict[int, set[int]], first: int, asked: Any) -> None:
+    def __init__(self, folder: Path, dropped: dict[int, set[int]], first: int) -> None:
         super().__init__(daemon=True)
-        self._folder, self._dropped, self._first, self._asked = folder, dropped, first, asked
+        self._folder, self._dropped, self._first = folder, dropped, first
+        self._stated: dict[str, Any] = {}
         self._server: ServerOptimizer | None = None
         self._tensors: Tensors = {}
         self._scale: Scale | None = None
         self.over = threading.Event()
         self.missed: list[float] = []
         """Of each round of ours: the farthest that a number of the adapters is from what the
-        server's optimizer makes of the sum of what clients told, as far as the modulus goes."""
+        server makes of the sum of what clients told, as far as the modulus goes."""
         self.beyond: list[float] = []
         """Of each round of ours: what the sum lost as it left the modulus, of its square."""
 
@@ -392,9 +423,11 @@ class _Watch(threading.Thread):
                     self._check(now - 1)
                 number, began = now, time.time()
                 left = set(self._dropped.get(number, ()))
-                if self._server is None and not self._first:
+                if not self._stated and not self._first:
+                    self._stated = _stated(self._folder)
                     self._tensors = read_tensors(self._folder / "adapters")
-                    self._server = ServerOptimizer(self._folder, self._tensors)
+                    if self._stated["tells"] == "gradients":
+                        self._server = ServerOptimizer(self._folder, self._tensors)
             for client in list(left):
                 own = clients / str(client)
                 # It stays alive until it is asked, or another one would be there by then.
@@ -411,12 +444,14 @@ class _Watch(threading.Thread):
                 own = self._folder / "clients" / str(client)
                 total = total + np.load(own / "told.npy")
                 samples += read_job(own / "job.toml").train.global_batch
-        if number and self._server is not None and self._scale is not None:
-            stated = {"bits": " ".join(map(str, self._asked.bits)), "rounds": self._asked.rounds}
-            bits, told = bits_of(stated, number), self._asked.told
-            known = Telling(self._tensors, number, self._scale, told, bits).as_known(total)
+        if number and self._scale is not None:
+            telling = Telling.of_round(self._stated, self._tensors, number, self._scale)
+            known = telling.as_known(total)
             self.beyond.append(float(np.square(known - total).sum() / np.square(total).sum()))
-            self._tensors = self._server.step(number - 1, known / samples)
+            if self._server is None:
+                self._tensors = plus(self._tensors, "all", known / samples)
+            else:
+                self._tensors = self._server.step(number - 1, known / samples)
             shared = vector_of(read_tensors(self._folder / "adapters"), "all")
             self.missed.append(float(np.abs(vector_of(self._tensors, "all") - shared).max()))
         state = read_state(self._folder)
@@ -424,11 +459,18 @@ class _Watch(threading.Thread):
         self._scale = Scale.of_json(state.settings["scale"])  # of the next round
 
 
+def _stated(folder: Path) -> dict[str, Any]:
+    """What both ends of a federation are told."""
+    project = tomllib.loads((folder / "app" / "pyproject.toml").read_text())
+    found: dict[str, Any] = project["tool"]["flwr"]["app"]["config"]
+    return found
+
+
 def _signal(client: Path, number: int) -> bool:
     """Whether the process that computes for a client was there to get a signal."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "paceline.federate.client_gradients" in line and line[-1] == str(client):
+        if "paceline.federate.client_training" in line and line[-1] == str(client):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
                 return True
@@ -436,10 +478,8 @@ def _signal(client: Path, number: int) -> bool:
 
 
 @contextmanager
-def _dropping(
-    folder: Path, dropped: dict[int, set[int]], first: int, asked: Any
-) -> Iterator[_Watch]:
-    watch = _Watch(folder, dropped, first, asked)
+def _dropping(folder: Path, dropped: dict[int, set[int]], first: int) -> Iterator[_Watch]:
+    watch = _Watch(folder, dropped, first)
     watch.start()
     try:
         yield watch
@@ -468,66 +508,76 @@ def _told(folder: Path, dropped: dict[int, set[int]]) -> dict[str, Any]:
 
 def _page(found: dict[str, Any], asked: Any) -> str:
     recipes = found["recipes"]
+
+    def of(recipe: str) -> list[dict[str, Any]]:
+        """Each that was made by a recipe."""
+        return [each for name, each in recipes.items() if name.rpartition("_")[0] == recipe]
+
+    def loss_of(made: Sequence[dict[str, Any]]) -> float:
+        return sum(each["loss"] for each in made) / len(made)
+
     plain, secret = (recipes[name]["upload_bytes"] for name in ("fedavg", "fedavg_secagg"))
-    ours = [each for name, each in recipes.items() if name.startswith("ours")]
-    together = [each["loss"] for name, each in recipes.items() if name.startswith("together")]
-    mean = sum(together) / len(together)
+    ours, gradients, together, large = map(of, ("ours", "gradients", *TOGETHER))
     titles = (
         "recipe",
         "upload of a client in a round",
         "of FedAvg's",
         "of FedAvg's with SecAgg+",
         "held-out loss",
-        "together's",
+        "all data together's",
+        "the same in large steps'",
     )
 
-    def told(loss: float) -> tuple[str, str]:
-        return f"{loss:.4f}", f"{loss / mean - 1:+.2%}"
+    def told(loss: float) -> list[str]:
+        beside = [f"{loss / loss_of(each) - 1:+.2%}" for each in (together, large)]
+        return [f"{loss:.4f}", *beside]
 
     lines: list[Sequence[str]] = []
     for recipe, name in (
-        *((each, f"paceline federate, SecAgg+, {number}") for number, each in enumerate(ours)),
+        *((each, f"paceline federate, {number}") for number, each in enumerate(ours)),
+        *((each, f"the same, gradients, {number}") for number, each in enumerate(gradients)),
         (recipes["fedavg"], "Flower's FedAvg, fp32"),
         (recipes["fedavg_secagg"], "Flower's FedAvg and SecAgg+"),
     ):
         upload, rounds = recipe["upload_bytes"], recipe["rounds"]
         shares = (f"1 / {plain / upload:.2f}", f"1 / {secret / upload:.2f}")
-        loss = told(recipe["loss"]) if len(rounds) >= asked.rounds else ("", "")
+        loss = told(recipe["loss"]) if len(rounds) >= asked.rounds else [""] * 3
         lines.append((name, bytes_text(upload), *shares, *loss))
-    lines += [
-        ("all data together, mean", "", "", "", *told(mean)),
-        *(
-            (f"all data together, {number}", "", "", "", *told(loss))
-            for number, loss in enumerate(together)
-        ),
-        ("no adapters", "", "", "", *told(recipes["first"]["loss"])),
-    ]
+    for name, made in (("", together), (" in large steps", large)):
+        lines += [
+            (f"all data together{name}, {number}", "", "", "", *told(each["loss"]))
+            for number, each in enumerate(made)
+        ]
+    lines.append(("no adapters", "", "", "", *told(recipes["first"]["loss"])))
     counts, masked = found["numbers"], len(recipes["fedavg_secagg"]["rounds"])
-    each, checked = asked.batch * asked.steps, [one["missed"] for one in ours if "missed" in one]
+    answering, all_steps = asked.clients - asked.clients // 4, asked.rounds * asked.steps
+    batch = asked.batch * asked.steps
     compared = ""
-    if checked:
+    if checked := [one["missed"] for one in (*ours, *gradients) if "missed" in one]:
         compared = f"""After each round of {len(checked)} of
-{len(ours)} federations the adapters were compared with what the server's optimizer makes of the
-sum of what clients told, as far as the modulus goes: no number was more than
+{len(ours) + len(gradients)} federations the adapters were compared with what the server makes of
+the sum of what clients told, as far as the modulus goes: no number was more than
 {max(map(max, checked)):.1e} off. """
-    beyond = max(max(each["beyond"]) for each in ours)
-    mean_of_ours = sum(each["loss"] for each in ours) / len(ours)
+    beyond = max(max(each["beyond"]) for each in (*ours, *gradients))
     return f"""# Federated adapters
 
 {markdown(titles, lines, ("recipe",))}
-Mean of {len(ours)} federations of ours: {mean_of_ours / mean - 1:+.2%} of all data together.
-Each has other parts and orders of the data, and others are lost. They tell {asked.told:.0%} of
-the numbers, in equal parts of the rounds in {", ".join(map(str, asked.bits))} bits.
+Mean of {len(ours)} federations of ours: {loss_of(ours) / loss_of(together) - 1:+.2%} of all data
+together, and {loss_of(ours) / loss_of(large) - 1:+.2%} of the same in large steps. Each has other
+parts and orders of the data, and others are lost. Under SecAgg+ a number has
+{", ".join(map(str, asked.bits))} bits in equal parts of the rounds, of gradients
+{", ".join(map(str, asked.gradient_bits))}.
 
 {asked.clients} clients with {min(found["rows"])} to {max(found["rows"])} rows, of whom
 {asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
-A round of FedAvg has {asked.steps} steps of {asked.batch} times {SEQ} bytes on each client, one of
-ours a single step on {each} of each, more or fewer as a client has more or fewer rows, and all data
-together a step on {each * (asked.clients - asked.clients // 4)}. The learning rate rises to
-{asked.lr:g} in {asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have
-{counts["a"]:,} numbers in A and {counts["b"]:,} in B. Leaving the modulus cost a sum of theirs
-at most {beyond:.1%} of its square. {compared}Losses are in nats a byte, of
-{found["held_out_bytes"]:,} held-out bytes.
+A round has {asked.steps} steps of each client on {asked.batch} times {SEQ} bytes: of Flower's on
+as many on each client, of ours more or fewer as a client has more or fewer rows. Of gradients it
+has a single step of the server on {batch} of each client, more or fewer. All data together take
+{all_steps} steps on {asked.batch * answering}, or {asked.rounds} large ones on
+{batch * answering}. The learning rate rises to {asked.lr:g} ({asked.own_lr:g} of ours) in the first
+{asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,}
+numbers in A and {counts["b"]:,} in B. Leaving the modulus cost a sum of theirs at most {beyond:.1%}
+of its square. {compared}Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
 """
 
 

@@ -28,10 +28,10 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import Grid, ServerApp
 
 from paceline.config.job import read_job
-from paceline.federate import gradients_process
+from paceline.federate import training_process
 from paceline.federate.server_app import sent_bytes
 from paceline.federate.server_optimizer import JOB_FILE
-from paceline.federate.shared_file import GRADIENT, read_tensors, write_tensors
+from paceline.federate.shared_file import FOUND, read_tensors, write_tensors
 from paceline.observe.events import append_line
 from paceline.train.learning_rates import learning_rate
 
@@ -47,8 +47,8 @@ class _Client(NumPyClient):
         adamw = _AdamW(trained, config["lr"])
         for step in range(self._steps):
             write_tensors(given, _by_name(names, trained))
-            samples = gradients_process.compute((int(config["round"]) - 1) * self._steps + step)
-            found = read_tensors(self._folder / GRADIENT).values()
+            samples = training_process.compute((int(config["round"]) - 1) * self._steps + step)
+            found = read_tensors(self._folder / FOUND).values()
             adamw.step([each.astype(np.float64) / samples for each in found])
         rows = len((self._folder / "data.jsonl").read_text().splitlines())
         return list(_by_name(names, trained).values()), rows, {}

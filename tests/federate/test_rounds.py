@@ -17,7 +17,7 @@ from paceline.config.job import read_job
 from paceline.federate.command import federate_command, prepare
 from paceline.federate.privacy import epsilon_of
 from paceline.federate.server_optimizer import ServerOptimizer
-from paceline.federate.shared_file import GRADIENT, read_tensors, trained_names, vector_of
+from paceline.federate.shared_file import FOUND, plus, read_tensors, trained_names, vector_of
 from paceline.models.weights import read_decoder, write_weights
 from tests.generate.networks import MODELS, built
 
@@ -152,26 +152,31 @@ def test_weights_are_shared_but_for_those_that_stay(folder):
 
 
 @pytest.mark.timeout(1800)
-def test_the_server_steps_by_the_mean_gradient_of_those_who_answered(folder):
-    """Each client leaves what it told, and its gradient."""
-    asked = FEDERATE.replace("steps = 3", 'tells = "gradients"\nbits = 6\ntold = 0.9')
-    (folder / "steps.toml").write_text(asked.replace(f"rounds = {ROUNDS}", "rounds = 1"))
-    sizes, line = federated(folder, "steps")
+@pytest.mark.parametrize(
+    ("tells", "factor"), [('"gradients"', "gradient"), ('"fedavg"\nsteps = 3', "all")]
+)
+def test_the_server_takes_the_mean_of_those_who_answered(folder, tells, factor):
+    """Each client leaves what it told, and what it found: the server steps by the mean gradient, or
+    adds the mean change."""
+    asked = FEDERATE.replace("steps = 3", f"tells = {tells}\nbits = 6\ntold = 0.9")
+    (folder / f"{factor}s.toml").write_text(asked.replace(f"rounds = {ROUNDS}", "rounds = 1"))
+    sizes, line = federated(folder, f"{factor}s")
     assert [(each["asked"], each["answered"]) for each in (sizes, line)] == [(4, 3), (4, 3)]
-    assert [(each["round"], each["factor"]) for each in (sizes, line)] == [
-        (0, "gradient"),
-        (1, "gradient"),
-    ]
-    out = folder / "federated" / "steps"
+    assert [(each["round"], each["factor"]) for each in (sizes, line)] == [(0, factor), (1, factor)]
+    out = folder / "federated" / f"{factor}s"
     clients = [out / "clients" / str(n) for n in range(CLIENTS - 1)]
     told = [np.load(each / "told.npy") for each in clients]
-    gradients = [vector_of(read_tensors(each / GRADIENT), "all") for each in clients]
-    assert all(np.corrcoef(pair)[0, 1] > 0.7 for pair in zip(told, gradients, strict=True))
+    found = [vector_of(read_tensors(each / FOUND), "all") for each in clients]
+    assert all(np.corrcoef(pair)[0, 1] > 0.7 for pair in zip(told, found, strict=True))
     samples = [read_job(each / "job.toml").train.global_batch for each in clients]
     assert sum(samples) >= 3
     assert np.std(told, axis=0).max() > 1e-3
     before = read_tensors(clients[0] / "adapters")
-    expected = ServerOptimizer(out, before).step(0, np.sum(told, 0) / sum(samples))
+    mean = np.sum(told, 0) / sum(samples)
+    if factor == "all":
+        expected = plus(before, "all", mean)
+    else:
+        expected = ServerOptimizer(out, before).step(0, mean)
     after = vector_of(read_tensors(out / "adapters"), "all")
     assert np.abs(after - vector_of(expected, "all")).max() < 1e-6
     assert np.abs(after - vector_of(before, "all")).max() > 1e-3

@@ -33,16 +33,17 @@ class Federate(FrozenConfig):
     job: str
     """File of the Job that each client trains on its part of the data, beside this one. With
     `finetune.method` = "lora" adapters are shared, else all weights that it trains."""
-    tells: Literal["changes", "gradients"] = "changes"
-    """What a client tells in a round. "changes": what `steps` of its own come to; few rounds learn
-    something. "gradients": that of one batch, and the server makes the step: as many rounds as one
-    process needs steps, and nearer to its loss."""
+    tells: Literal["changes", "fedavg", "gradients"] = "changes"
+    """What a client tells in a round. "changes": what `steps` of its own come to, on one matrix of
+    each adapter, so that the mean of their products is exact; few rounds learn something. "fedavg":
+    the same of both matrices at once, weighed by samples; short rounds learn the most. "gradients":
+    that of one batch, and the server makes the step: what one process does that has all data."""
     clients: int = Field(8, ge=3, le=1000)
     """That there are."""
     rounds: int = Field(10, gt=0, le=10**6)
-    """How often changes of adapters are summed."""
+    """How often what clients tell is summed."""
     steps: Count = 20
-    """Optimizer steps of a client in a round, if it tells changes."""
+    """Optimizer steps of a client in a round, unless it tells gradients."""
     share: float = Field(1.0, gt=0, le=1)
     """Of the clients, drawn anew for each round; at least 3 take part."""
     least: float = Field(0.5, gt=0, le=1)
@@ -54,12 +55,11 @@ class Federate(FrozenConfig):
     alpha: float = Field(0.5, gt=0, le=1e6)
     """Of "dirichlet": the smaller, the less alike are the clients' parts."""
     bits: _Bits | Annotated[tuple[_Bits, ...], Field(strict=False, min_length=1)] = 4
-    """Of a number of a change, before masks add log2 of the clients that take part; of a gradient,
-    masks and all. A list, for gradients: of equal parts of the rounds, one after the other. The
-    first steps suffer most from noise."""
+    """Of a number. With "changes" before masks, which add log2 of the clients that take part; else
+    masks and all, and it may be a list: of equal parts of the rounds, one after the other. The
+    first steps of "gradients" suffer most from noise."""
     told: float = Field(1.0, gt=0, le=1)
-    """Share of the numbers of a gradient that a client tells: the fewer, the more noise has the
-    step."""
+    """Share of the numbers that a client tells, but for "changes": the fewer, the more noise."""
     timeout_s: float = Field(600.0, gt=0, le=1e6)
     """A client that hasn't answered after so long has dropped out of the round."""
     privacy: Privacy | None = None
@@ -69,6 +69,14 @@ class Federate(FrozenConfig):
     def all_bits(self) -> tuple[int, ...]:
         """Bits of each part of the rounds."""
         return self.bits if isinstance(self.bits, tuple) else (self.bits,)
+
+    @property
+    def steps_of_job(self) -> int:
+        """Optimizer steps that the schedule of the learning rate spans: those of a round of
+        "changes", else of all rounds."""
+        if self.tells == "changes":
+            return self.steps
+        return self.rounds * (self.steps if self.tells == "fedavg" else 1)
 
     @property
     def taking_part(self) -> int:
@@ -98,21 +106,24 @@ def read_federate(file: Path) -> Federate:
         )
     if found.tells == "changes" and "told" in found.model_fields_set:
         raise InputError(
-            'federate.told has no effect with tells = "changes": leave it out, or use '
-            'tells = "gradients".'
+            'federate.told has no effect with tells = "changes": leave it out, or use "fedavg" or '
+            '"gradients".'
         )
     if isinstance(found.bits, tuple) and (
         found.tells == "changes" or len(found.bits) > found.rounds
     ):
         raise InputError(
             f"federate.bits has {len(found.bits)} values for parts of {found.rounds} rounds: give "
-            'one value, or with tells = "gradients" no more than there are rounds.'
+            'one value, or with tells = "fedavg" or "gradients" no more than there are rounds.'
         )
-    if found.tells == "gradients":
-        for name in ("steps", "privacy"):
-            if name in found.model_fields_set:
-                raise InputError(
-                    f'federate.{name} is not for tells = "gradients", where a round is a step of '
-                    'the server: leave it out, or use tells = "changes".'
-                )
+    if found.tells == "gradients" and "steps" in found.model_fields_set:
+        raise InputError(
+            'federate.steps is not for tells = "gradients", where a round is a step of the '
+            'server: leave it out, or use "fedavg" or "changes".'
+        )
+    if found.tells != "changes" and found.privacy is not None:
+        raise InputError(
+            f'federate.privacy is not for tells = "{found.tells}", which doesn\'t bound what a '
+            'client tells: leave it out, or use tells = "changes".'
+        )
     return found

@@ -18,14 +18,13 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.compat.client.numpy_client import NumPyClient
 
-from paceline.federate import gradients_process
-from paceline.federate.gradients import Telling
+from paceline.federate import training_process
 from paceline.federate.grid import Floats, Ints, on_grid
 from paceline.federate.privacy import on_grid_within
 from paceline.federate.rounds import Factor, Shares, bits_of, form_of, with_size
 from paceline.federate.scale import Scale
 from paceline.federate.shared_file import (
-    GRADIENT,
+    FOUND,
     WEIGHTS_FILE,
     Tensors,
     read_tensors,
@@ -33,6 +32,7 @@ from paceline.federate.shared_file import (
     vector_of,
     write_tensors,
 )
+from paceline.federate.telling import Telling
 
 
 class _Client(NumPyClient):
@@ -48,7 +48,7 @@ class _Client(NumPyClient):
         names = read_tensors(given, trained_names(Path(self._stated["folder"])))
         before = dict(zip(names, parameters, strict=True))
         write_tensors(given, before)
-        told = self._change if self._stated["tells"] == "changes" else self._gradient
+        told = self._change if self._stated["tells"] == "changes" else self._told
         return [told(before, int(config["round"]), config).astype(np.float64)], 1, {}
 
     def _change(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
@@ -76,15 +76,16 @@ class _Client(NumPyClient):
         np.save(kept, error[: len(change)])
         return values
 
-    def _gradient(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
-        """The gradient of a batch, of which round 0 tells the sizes alone."""
-        samples = gradients_process.compute(number)
-        gradient = vector_of(read_tensors(self._folder / GRADIENT, before), "all")
-        _must_be_finite(gradient, number)
-        share, bits = float(self._stated["told"]), bits_of(self._stated, number)
-        telling = Telling(before, number, Scale.of_json(config["scale"]), share, bits)
+    def _told(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
+        """A gradient, or what some steps come to; round 0 tells its sizes alone."""
+        num_steps = int(self._stated["steps"]) if self._stated["tells"] == "fedavg" else 0
+        samples = training_process.compute(number, num_steps)
+        found = vector_of(read_tensors(self._folder / FOUND, before), "all")
+        _must_be_finite(found, number)
+        scale = Scale.of_json(config["scale"])
+        telling = Telling.of_round(self._stated, before, number, scale)
         telling.must_have(config["mark"])
-        told = telling.told(gradient, samples, self._node)
+        told = telling.told(found, samples, self._node)
         np.save(self._folder / "told.npy", told.meant)
         return told.values
 

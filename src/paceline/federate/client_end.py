@@ -1,8 +1,8 @@
 """A client's end that stays: takes its messages from Flower, and answers each in a fork of itself.
 
 Flower itself starts a process for each message, which imports Flower anew: 3.5 CPU-seconds, of
-which a round with SecAgg+ has four. A fork has it already. Where clients tell gradients, the
-process that computes them stays as well (`gradients_process`).
+which a round with SecAgg+ has four. A fork has it already. The process that trains stays as well,
+but for changes of alternating matrices (`training_process`).
 
     python -m paceline.federate.client_end HOST:PORT [FOLDER]
 """
@@ -20,7 +20,7 @@ from flwr.supercore.superexec.executor import LaunchResult, SubprocessExecutor
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 import paceline.federate.client_app  # noqa: F401  forks have it
-from paceline.federate import gradients_process
+from paceline.federate import training_process
 from paceline.train.stopping import exit_with_parent
 
 
@@ -28,7 +28,7 @@ class _Forking(SubprocessExecutor):
     """Flower's executor, but for how a process begins.
 
     Args:
-        folder: the client's own, where it tells gradients; None: it doesn't.
+        folder: the client's own; None: no process that trains stays.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -56,7 +56,7 @@ class _Forking(SubprocessExecutor):
     def _keep_running(self) -> None:
         """One that can't compute is tried again with each message, and not all the time."""
         if self._folder is not None:
-            gradients_process.keep_running(self._folder)
+            training_process.keep_running(self._folder)
 
 
 def _answer(spec: Any) -> NoReturn:

@@ -114,11 +114,17 @@ def prepare(
     job = _checked(spec)
     if asked.tells == "gradients":
         _check_steps_of_server(job)
+    if asked.tells == "fedavg" and job.optim.name == "schedulefree":
+        raise InputError(
+            'federate.tells = "fedavg" keeps an optimizer\'s state on each client, and that of '
+            'optim.name = "schedulefree" has weights of its own: use another optimizer.'
+        )
+    if asked.tells != "changes":
         bits, least = min(asked.all_bits), least_bits(asked.taking_part)
         if bits < least:
             raise InputError(
-                f"federate.bits = {bits} are too few for the sum of {asked.taking_part} clients' "
-                f"gradients: give at least {least}."
+                f"federate.bits = {bits} are too few for the sum of what {asked.taking_part} "
+                f"clients tell: give at least {least}."
             )
     parts = _parts(asked, given)
     batches = _batches(asked, spec, [len(rows) for _, rows in parts])
@@ -178,7 +184,8 @@ def _go_on(folder: Path, shares: Shares) -> None:
 
 
 def _batches(asked: Federate, spec: JobSpec, rows: Sequence[int]) -> list[int]:
-    """Samples of each client's batch: the Job's; of gradients in the mean, as it has rows.
+    """Samples of each client's batch: the Job's, of rounds of changes; else in the mean, as it has
+    rows.
 
     Raises:
         InputError: one is larger than can be told.
@@ -208,7 +215,7 @@ def _of_client(spec: JobSpec, asked: Federate) -> JobSpec:
         cluster=spec.cluster.replace(devices_per_node=1, num_nodes=1),
         data=_as_one(spec.data),
         train=spec.train.replace(
-            steps=asked.steps if asked.tells == "changes" else asked.rounds,
+            steps=asked.steps_of_job,
             epochs=None,
             tokens=None,
             eval_every=0,
@@ -423,8 +430,9 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
         "taking-part": asked.taking_part,
         "least": asked.least,
         "bits": " ".join(map(str, asked.all_bits)),
+        "steps": asked.steps,
         "told": asked.told,
-        # Of a gradient, what is packed as a whole: Flower's factor, samples, a size each tensor.
+        # Packed with all bits, but of "changes": Flower's factor, samples, sizes of tensors.
         "head": 2 + len(read_tensors(folder / _shares(job), trained_names(folder))),
         "timeout": asked.timeout_s,
         # A number moves by no more than about the learning rate in a step of AdamW.
@@ -447,7 +455,7 @@ def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
     def done() -> int:
         return lines[-1]["round"] if lines else 0
 
-    told_in = folder / "clients" if asked.tells == "gradients" else None
+    told_in = None if asked.tells == "changes" else folder / "clients"
     with (
         _ended_by_signals(),
         running(folder / "app", folder / "flower", asked.clients, folder / "logs", told_in) as run,
@@ -484,7 +492,7 @@ def _text(line: dict[str, Any]) -> str:
     upload = bytes_text(line["upload_bytes"] / max(1, line["answered"]))
     took = duration_text(line["seconds"])
     told = f", epsilon {line['epsilon']:.3g} so far" if "epsilon" in line else ""
-    what = {"all": "weights", "gradient": "gradient"}.get(line["factor"], line["factor"].upper())
+    what = {"all": "changes", "gradient": "gradients"}.get(line["factor"], line["factor"].upper())
     if not line["round"]:
         what = "sizes"
     return f"{text}, {what} summed, {upload} from each, {took}{told}"

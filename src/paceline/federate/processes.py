@@ -67,7 +67,7 @@ def running(
         home: Flower's own files.
         clients: SuperNodes to start; each is told its number as "client".
         logs: folder of a log for each process.
-        folders: has a folder of each client that tells gradients; None: none does.
+        folders: has a folder of each client whose process that trains stays; None: none does.
 
     Raises:
         RunError: the SuperLink didn't come up.

@@ -1,4 +1,8 @@
-"""Scale: by what clients divide their gradients in a round, as the rounds before showed."""
+"""Scale: by what clients divide what they found in a round, as the rounds before showed.
+
+How large that is follows from its samples: a gradient is expected to grow as their root, and a
+change, which is multiplied by them, as they do.
+"""
 
 import json
 import math
@@ -26,8 +30,8 @@ class Scale(NamedTuple):
     """By what all divide in a round."""
 
     sizes: Floats
-    """(tensors,) root mean squares that a client's gradient, divided by lines, is expected to have,
-    over the square root of its samples; 0: it is not known, and the direction is told."""
+    """(tensors,) root mean squares that a client's numbers, divided by lines, are expected to have
+    of one sample; 0: it is not known, and the direction is told."""
     lines: Floats
     """(lines,) how large the numbers of a line are, over those of its tensor: see `line_of`."""
     square: float
@@ -56,15 +60,17 @@ class Understood(NamedTuple):
     """What a server learns in a round."""
 
     mean: Floats
-    """(n,) gradient, of all samples."""
+    """(n,) of all samples."""
     samples: int
     """Of those who told theirs."""
     sizes: Floats
-    """(tensors,) that clients' gradients, divided by lines, had over the square root of their
-    samples, in the geometric mean; 0: it is not known."""
+    """(tensors,) that clients' numbers, divided by lines, had of one sample, in the geometric mean;
+    0: it is not known."""
+    apart: float
+    """Mean square of the sum's numbers, over lines and sizes, where what clients found has nothing
+    in common and is of equally many samples."""
     alike: float
-    """Mean square of the sum's numbers, over what it is where gradients of single samples have
-    nothing in common; at least 1."""
+    """What it was, over that; at least 1."""
 
     def next_scale(self, tensors: Tensors, before: Floats | None, scale: Scale) -> Scale:
         """That of the next round.
@@ -74,16 +80,17 @@ class Understood(NamedTuple):
 
         The sum is expected to be as large as it would have been now, of the most samples that it
         ever was of; or, where that is less, as the geometric mean of this and what was expected:
-        how alike gradients are changes from round to round. They are the more alike, the more
-        samples they are of: as the root, which fits the rounds of benchmarks/federated.py.
+        how alike clients are changes from round to round. They are the more alike, the more
+        samples they have: as the root, which fits the gradients of benchmarks/federated.py.
 
         Args:
-            tensors: what the gradients of the next round are of.
+            tensors: what is told of in the next round.
             before: (tensors,) sizes of the round before; None: this is the first.
             scale: of the round.
         """
         samples = max(self.samples, scale.samples)
-        square = samples * (1 + (self.alike - 1) * math.sqrt(samples / self.samples))
+        more = samples / self.samples
+        square = more * self.apart * (1 + (self.alike - 1) * math.sqrt(more))
         if before is None:
             return Scale(self.sizes, scale.lines, square, samples)
         growth = np.full_like(self.sizes, _MOST_GROWTH)
@@ -97,7 +104,7 @@ class Understood(NamedTuple):
 
 
 def line_of(tensors: Tensors) -> Ints:
-    """The line that each number of a gradient is in, counted through all tensors: (n,).
+    """The line that each number is in, counted through all tensors: (n,).
 
     Numbers of a line are alike: it is the row of a matrix, which is of one output, and of A of an
     adapter the column, which is of one input. A vector is one line.

@@ -23,7 +23,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from paceline.federate.grid import Form
 from paceline.federate.rounds import form_of, half_told
-from paceline.federate.strategies import Changes, Gradients, Rounds
+from paceline.federate.strategies import STRATEGIES
 from paceline.observe.events import append_line
 from paceline.train.stopping import exit_with_parent
 
@@ -90,7 +90,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run all rounds; each leaves a line in rounds.jsonl."""
     exit_with_parent(os.getppid())  # Flower's own would ask a lost SuperLink for minutes
     stated = dict(context.run_config)
-    strategy: Rounds = {"changes": Changes, "gradients": Gradients}[stated["tells"]](stated)
+    strategy = STRATEGIES[stated["tells"]](stated)
     strategy.take_up()
     number = strategy.first
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from paceline.config.job import read_job
 from paceline.config.layout import Layout
 from paceline.federate.grid import Floats
+from paceline.federate.optimizer_state import state_of, take_state
 from paceline.federate.shared_file import Tensors
 from paceline.train.learning_rates import learning_rate
 from paceline.train.optimizers import build_optimizer
@@ -38,16 +39,11 @@ class ServerOptimizer:
     @property
     def state(self) -> dict[str, Tensor]:
         """What it has besides the tensors, after a step."""
-        found = self._optimizer.state_dict()["state"]
-        return {f"{of}.{name}": each for of, own in found.items() for name, each in own.items()}
+        return state_of(self._optimizer)
 
     def go_on(self, state: Mapping[str, Tensor]) -> None:
         """Take what `state` was."""
-        own: dict[int, dict[str, Tensor]] = {}
-        for key, each in state.items():
-            of, _, name = key.partition(".")
-            own.setdefault(int(of), {})[name] = each
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own})
+        take_state(self._optimizer, state)
 
     def step(self, index: int, gradient: Floats) -> Tensors:
         """The tensors after step `index` (from 0).

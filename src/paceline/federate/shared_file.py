@@ -17,8 +17,9 @@ from paceline.federate.rounds import Factor
 
 Tensors = dict[str, NDArray[np.float32]]
 WEIGHTS_FILE = "model.safetensors"
-GRADIENT = "gradient"
-"""Of a client: the folder of its newest gradient, in the form of what is shared."""
+FOUND = "found"
+"""Of a client: the folder of its newest gradient or change, times its samples, laid out as what is
+shared."""
 TRAINED_FILE = "trained.json"
 """Of a federation that shares weights: names of the tensors that clients train."""
 _NAMES = TypeAdapter(list[str])

@@ -1,15 +1,15 @@
 """What the server asks clients for in a round, and what it does with the sum."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.strategy import Strategy
 from torch import Tensor
 
-from paceline.federate.gradients import Telling
 from paceline.federate.grid import Floats
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import (
@@ -24,6 +24,7 @@ from paceline.federate.rounds import (
 from paceline.federate.scale import Scale
 from paceline.federate.server_optimizer import ServerOptimizer
 from paceline.federate.shared_file import (
+    Tensors,
     plus,
     read_tensors,
     trained_names,
@@ -31,6 +32,7 @@ from paceline.federate.shared_file import (
     write_tensors,
 )
 from paceline.federate.state import State, read_state, write_state
+from paceline.federate.telling import Telling
 
 
 class Rounds(Strategy):
@@ -207,54 +209,91 @@ class Changes(Rounds):
         return len(vector_of(self.tensors, self._factor(number)))
 
 
-class Gradients(Rounds):
-    """Clients tell gradients of a batch each; the server makes a step with their mean."""
+class FedAvg(Rounds):
+    """Clients train for themselves; the mean of their changes, weighed by samples, is added."""
 
     first = 0
+    factor: Factor | Literal["gradient"] = "all"
 
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
-        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
         self._scale = Scale.at_first(self.tensors)
         self._sizes: Floats | None = None
 
     def count(self, number: int) -> int:
-        """A head, and unless it is round 0 a gradient."""
+        """A head, and unless it is round 0 what was found."""
         telling = self._telling(number)
         return telling.num_head + telling.num_told
 
     def config(self, number: int) -> dict[str, Any]:
-        """How a gradient is told."""
+        """How it is told."""
         return {"scale": self._scale.as_json(), "mark": self._telling(number).mark}
 
     def take(self, number: int, mean: Floats) -> None:
-        """Step, but for the round that tells sizes alone."""
+        """Change what is shared, but for the round that tells sizes alone."""
         sums = np.rint(mean * self.answered).astype(np.int64)
-        telling = self._telling(number)
-        found = telling.understood(sums, self._nodes)
+        found = self._telling(number).understood(sums, self._nodes)
         if number:
-            self.tensors = self._optimizer.step(number - 1, found.mean)
+            self.tensors = self.after(number, found.mean)
         self._scale = found.next_scale(self.tensors, self._sizes, self._scale)
         self._sizes = found.sizes
 
+    def after(self, number: int, mean: Floats) -> Tensors:
+        """What is shared after a round.
+
+        Args:
+            mean: (n,) of what clients found.
+        """
+        return plus(self.tensors, "all", mean)
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next scale, what it follows from, and the optimizer's."""
+        """The next scale, and what it follows from."""
         sizes = None if self._sizes is None else self._sizes.tolist()
-        return {"scale": self._scale.as_json(), "sizes": sizes}, self._optimizer.state
+        return {"scale": self._scale.as_json(), "sizes": sizes}, {}
 
     def go_on(self, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """See `state`."""
         sizes, self._scale = settings["sizes"], Scale.of_json(settings["scale"])
         self._sizes = None if sizes is None else np.array(sizes, np.float64)
-        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
-        self._optimizer.go_on(tensors)
 
     def line(self, number: int) -> dict[str, Any]:
         """The lattice's step, and bits of a number."""
         telling, bits = self._telling(number), bits_of(self.stated, number)
-        told = {"factor": "gradient", "step": telling.step, "bits": bits}
+        told = {"factor": self.factor, "step": telling.step, "bits": bits}
         return {**told, "numbers": telling.num_told}
 
     def _telling(self, number: int) -> Telling:
-        share, bits = float(self.stated["told"]), bits_of(self.stated, number)
-        return Telling(self.tensors, number, self._scale, share, bits)
+        return Telling.of_round(self.stated, self.tensors, number, self._scale)
+
+
+class Gradients(FedAvg):
+    """Clients tell gradients of a batch each; the server makes a step with their mean."""
+
+    factor = "gradient"
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        super().__init__(stated)
+        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
+
+    def after(self, number: int, mean: Floats) -> Tensors:
+        """See `FedAvg`."""
+        return self._optimizer.step(number - 1, mean)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The optimizer's, too."""
+        settings, _ = super().state()
+        return settings, self._optimizer.state
+
+    def go_on(self, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """See `state`."""
+        super().go_on(settings, tensors)
+        self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
+        self._optimizer.go_on(tensors)
+
+
+STRATEGIES: Mapping[str, type[Rounds]] = {
+    "changes": Changes,
+    "fedavg": FedAvg,
+    "gradients": Gradients,
+}
+"""By what clients tell."""

@@ -1,8 +1,8 @@
-"""The process that computes a client's gradients, seen from the client's end.
+"""The process that trains for a client, seen from the client's end.
 
 It stays from round to round, since its start costs more than a round. Forks of the client's end
-inherit its pipes: the number of a round goes in, and comes back when the gradient is in the folder.
-A lost one is started anew, and the fork that waits for it sees the end of its pipe.
+inherit its pipes: the number of a round goes in, and comes back when what was found is in the
+folder. A lost one is started anew, and the fork that waits for it sees the end of its pipe.
 """
 
 import os
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+_GONE = "the process that trains is gone: log.txt says why"
 _process: subprocess.Popen[bytes] | None = None
 
 
@@ -25,7 +26,7 @@ def keep_running(folder: Path) -> None:
     end()
     with (folder / "log.txt").open("ab") as log:
         _process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.federate.client_gradients", str(folder)],
+            [sys.executable, "-m", "paceline.federate.client_training", str(folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0,
         )  # fmt: skip
 
@@ -39,11 +40,15 @@ def end() -> None:
         _process = None
 
 
-def compute(number: int) -> int:
-    """Have the gradient of a round computed, from what is shared in the client's folder.
+def compute(number: int, num_steps: int = 0) -> int:
+    """Have what a round asks for computed, from what is shared in the client's folder.
+
+    Args:
+        number: of the round.
+        num_steps: whose change is asked for; 0: a gradient is.
 
     Returns:
-        samples that it is the sum of.
+        samples of the gradient, or of each step.
 
     Raises:
         RuntimeError: the process is gone; the client's log.txt says why.
@@ -52,11 +57,11 @@ def compute(number: int) -> int:
     assert _process.stdin is not None
     assert _process.stdout is not None
     try:
-        os.write(_process.stdin.fileno(), b"%d\n" % number)
+        os.write(_process.stdin.fileno(), b"%d %d\n" % (number, num_steps))
     except BrokenPipeError:
-        raise RuntimeError("the process that computes gradients is gone") from None
+        raise RuntimeError(_GONE) from None
     while line := _process.stdout.readline():
         done, samples = map(int, line.split())
         if done == number:  # an older one is of a round that was given up
             return samples
-    raise RuntimeError("the process that computes gradients is gone")
+    raise RuntimeError(_GONE)

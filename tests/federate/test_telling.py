@@ -1,20 +1,20 @@
-"""Rounds of gradients without Flower: how one is told, and the steps that come of it."""
+"""Rounds without Flower: how gradients and changes are told, and what comes of them."""
 
 import numpy as np
 import pytest
 
 from paceline.config.job import read_job
-from paceline.federate import gradients_process, lattice
+from paceline.federate import lattice, training_process
 from paceline.federate.adapter_pairs import Reduction, adapters_of
 from paceline.federate.client_round import main as train_alone
 from paceline.federate.command import write_start
-from paceline.federate.gradients import Telling
 from paceline.federate.grid import HALF, Form, centred, modulus_bits
 from paceline.federate.lattice import DIMENSION, SECOND_MOMENT, STEP, nearest
 from paceline.federate.rotation import Rotation
 from paceline.federate.scale import Scale, Understood, least_bits, line_of
 from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
-from paceline.federate.shared_file import GRADIENT, read_tensors, vector_of, write_tensors
+from paceline.federate.shared_file import FOUND, plus, read_tensors, vector_of, write_tensors
+from paceline.federate.telling import Telling
 from paceline.models.weights import write_weights
 from paceline.train.this_machine import resolve_on_this_machine
 from tests.federate.test_rounds import JOB
@@ -85,7 +85,7 @@ def gradient_of(tensors, seed):
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), [(20, 12, 4), (6, 9, 6), (5, 9, 6)])
-def test_gradients_of_adapters_are_told_without_what_follows(inputs, outputs, rank):
+def test_telling_of_adapters_are_told_without_what_follows(inputs, outputs, rank):
     """With their lengths and angles; nothing of A while B is zero."""
     tensors, sizes = adapter(inputs, outputs, rank, 0), np.array([2.0, 0.1, 1.0, 3.0])
     matrices = [each.astype(float) for each in tensors.values()]
@@ -256,7 +256,7 @@ def test_the_first_gradient_of_a_of_an_adapter_is_expected_as_b_says():
     mean[-of_b.size :] = of_b.reshape(-1)
     stepped = {**begun, "y.lora_B.weight": (-0.01 * of_b).astype(np.float32)}
     sizes = np.array([1.0, 1.0, 0.0, 5.0])
-    found = Understood(mean, 16, sizes, 1.0)
+    found = Understood(mean, 16, sizes, 16.0, 1.0)
     scale = found.next_scale(stepped, sizes, Scale.at_first(begun))
     of_a = stepped["y.lora_B.weight"].T @ product
     assert scale.sizes[2] == pytest.approx(5.0 * of_a.std() / of_b.std(), rel=0.3)
@@ -277,9 +277,27 @@ def test_the_sum_is_expected_larger_at_once_and_smaller_slowly():
         (4, 1.0, np.sqrt(16 * 32.0)),  # as if 16 had answered
         (4, 3.0, 80.0),  # of whom gradients of 4 say that those of 16 are alike: 1 + 2 * 2
     ):
-        found = Understood(np.ones(1), samples, np.ones(1), alike)
+        found = Understood(np.ones(1), samples, np.ones(1), float(samples), alike)
         after = found.next_scale({"0": np.zeros(1, np.float32)}, np.ones(1), scale)
         assert after.square == pytest.approx(square)
+
+
+def test_changes_are_weighed_by_samples_however_unlike_these_are():
+    """A client with a thousand times the samples of others changes a thousand times as much."""
+    tensors, stream = {"0": np.zeros((2, 4096), np.float32)}, np.random.default_rng(0)
+    samples = [2, 3, 2000]
+    scale, before = Scale.at_first(tensors), None
+    for number in range(12):
+        telling = Telling(tensors, number, scale, 1.0, 12, is_change=True)
+        changes = stream.normal(size=(3, 8192))
+        given = zip(changes, samples, range(3), strict=True)
+        told = [telling.told(each * weight, weight, node) for each, weight, node in given]
+        found = telling.understood(sum(each.values for each in told), range(3))
+        scale, before = found.next_scale(tensors, before, scale), found.sizes
+        assert found.samples == 2005
+        assert found.sizes == pytest.approx([1.0], rel=0.02)
+    expected = np.average(changes, axis=0, weights=samples)
+    assert found.mean == pytest.approx(expected, abs=0.02)
 
 
 def test_lines_are_columns_of_a_and_rows_of_other_matrices():
@@ -328,29 +346,80 @@ def test_more_clients_need_more_bits():
 
 @pytest.fixture
 def computed():
-    """Ends the process that computes gradients."""
-    yield gradients_process
-    gradients_process.end()
+    """Ends the process that trains."""
+    yield training_process
+    training_process.end()
 
 
 # A larger rate makes gradients grow more than fourfold in a step, of which no more is told.
 SGD = 'name = "sgd"\nmomentum = 0.0\nweight_decay = 0.01\nlr = 0.2'
 
 
+def write_job(folder, shares, optim, steps):
+    """A client's folder: a Job, its data, and what is shared."""
+    model = MODELS["grouped"].replace(vocab_size=258)
+    write_weights(folder / "base", model, built(model).float().state_dict())
+    rows = [f"{n} one client has a text" for n in range(200)]
+    (folder / "0.txt").write_text("\n".join(rows))
+    text = JOB.replace("eval_fraction = 0.1", 'eval_fraction = 0.1\nsource = "0.txt"')
+    text = text.replace("steps = 1", f"steps = {steps}\neval_every = 0").replace("lr = 1e-2", optim)
+    if shares == "weights":
+        text = text.replace('method = "lora"\nrank = 4\n', "")
+    (folder / JOB_FILE).write_text(text)
+    write_start(folder, resolve_on_this_machine(read_job(folder / JOB_FILE, [])).job)
+
+
+def changes_of(process, folder, shares, numbers):
+    """What rounds of three steps come to, each from where the one before it came to."""
+    for number in numbers:
+        assert process.compute(number, 3) == 4  # samples
+        yield vector_of(read_tensors(folder / FOUND), "all") / 4
+        if number:
+            tensors = read_tensors(folder / shares)
+            found = plus(tensors, "all", vector_of(read_tensors(folder / FOUND), "all") / 4)
+            write_tensors(folder / shares, found)
+
+
+@pytest.mark.parametrize("shares", ["adapters", "weights"])
+def test_changes_of_rounds_are_a_run_of_all_their_steps(tmp_path, monkeypatch, computed, shares):
+    """With the data, the optimizer's state and the schedule of its learning rate. Of one client."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path, shares, "lr = 1e-2\nwarmup_steps = 2\nschedule = 'cosine'", 6)
+    given = [f"finetune.adapters={tmp_path / shares}"] if shares == "adapters" else []
+    train_alone(tmp_path / JOB_FILE, tmp_path / "alone", given)
+    first = vector_of(read_tensors(tmp_path / shares), "all")
+    computed.keep_running(tmp_path)
+    sizes, *rounds = changes_of(computed, tmp_path, shares, (0, 1, 2))
+    assert (sizes == rounds[0]).all()
+    alone = vector_of(read_tensors(tmp_path / "alone"), "all") - first
+    assert np.abs(alone).max() > 1e-3
+    assert np.abs(sum(rounds) - alone).max() < 1e-6
+
+
+def test_a_round_that_is_asked_for_once_more_counts_once(tmp_path, monkeypatch, computed):
+    """By a process that was started anew, too, and after rounds in which it had no part."""
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path, "adapters", "lr = 1e-2", 27)
+    found = []
+    for _ in range(2):
+        computed.keep_running(tmp_path)
+        for number in (2, 5, 9):
+            assert computed.compute(number, 3) == 4
+            found.append(vector_of(read_tensors(tmp_path / FOUND), "all"))
+            kept = {file.name for file in tmp_path.glob("optimizer-*")}
+            assert f"optimizer-{number}.safetensors" in kept
+            assert len(kept) <= 2 + len(found) // 3
+        computed.end()
+    for once, again in zip(found[:3], found[3:], strict=True):
+        assert np.abs(once).max() > 1e-2
+        assert (once == again).all()
+
+
 @pytest.mark.parametrize("shares", ["adapters", "weights"])
 def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
     """Rounds of one client, told in 16 bits, against the same Job trained by itself."""
     monkeypatch.chdir(tmp_path)
-    model = MODELS["grouped"].replace(vocab_size=258)
-    write_weights(tmp_path / "base", model, built(model).float().state_dict())
-    rows = [f"{n} one client has a text" for n in range(200)]
-    (tmp_path / "0.txt").write_text("\n".join(rows))
-    text = JOB.replace("eval_fraction = 0.1", 'eval_fraction = 0.1\nsource = "0.txt"')
-    text = text.replace("steps = 1", "steps = 6\neval_every = 0").replace("lr = 1e-2", SGD)
-    if shares == "weights":
-        text = text.replace('method = "lora"\nrank = 4\n', "")
-    (tmp_path / JOB_FILE).write_text(text)
-    write_start(tmp_path, resolve_on_this_machine(read_job(tmp_path / JOB_FILE, [])).job)
+    write_job(tmp_path, shares, SGD, 6)
     given = [f"finetune.adapters={tmp_path / shares}"] if shares == "adapters" else []
     train_alone(tmp_path / JOB_FILE, tmp_path / "alone", given)
 
@@ -361,7 +430,7 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
     for number in range(7):
         samples = computed.compute(max(number - 1, 0))
         telling = Telling(tensors, number, scale, 1.0, 16)
-        gradient = vector_of(read_tensors(tmp_path / GRADIENT), "all")
+        gradient = vector_of(read_tensors(tmp_path / FOUND), "all")
         found = telling.understood(telling.told(gradient, samples, 7).values, [7])
         if number:
             tensors = optimizer.step(number - 1, found.mean)

@@ -157,8 +157,12 @@ def main() -> None:
             f"--{name}", type=int, nargs="+", default=default,
             help=f"of a number, in equal parts of the rounds ({' '.join(map(str, default))})",
         )  # fmt: skip
-    parser.add_argument("--lr", type=float, default=5e-3, help="at first (5e-3)")
-    parser.add_argument("--own-lr", type=float, default=1.5e-2, help="the same of ours (1.5e-2)")
+    for name, rate, of in (
+        ("lr", 5e-3, "Flower's FedAvg, gradients and large steps"),
+        ("own-lr", 1.5e-2, "ours"),
+        ("together-lr", 1e-2, "all data together in as many steps"),
+    ):
+        parser.add_argument(f"--{name}", type=float, default=rate, help=f"of {of} ({rate:g})")
     parser.add_argument("--alpha", type=float, default=0.5, help="of the split (0.5)")
     parser.add_argument("--keep", help="folder of all that is made; a later start goes on there")
     asked = parser.parse_args()
@@ -299,21 +303,22 @@ def _job(base: Path, asked: Any, **changed: Any) -> str:
     return ADAPTERS.format(base=base, **{**vars(asked), "alpha": 2 * asked.rank, **changed})
 
 
-def _in_all_steps(asked: Any) -> dict[str, int]:
+def _in_all_steps(asked: Any) -> dict[str, Any]:
     """What the Job of all together has of its own."""
     answering = asked.clients - asked.clients // 4
     return {
+        "lr": asked.together_lr,
         "rounds": asked.rounds * asked.steps,
         "warmup": asked.warmup * asked.steps,
         "batch": asked.batch * answering,
     }
 
 
-def _in_large_steps(asked: Any) -> dict[str, int]:
+def _in_large_steps(asked: Any) -> dict[str, Any]:
     return {"batch": asked.batch * asked.steps * (asked.clients - asked.clients // 4)}
 
 
-TOGETHER: Mapping[str, Callable[[Any], dict[str, int]]] = {
+TOGETHER: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "together": _in_all_steps,
     "together_large": _in_large_steps,
 }
@@ -574,8 +579,9 @@ A round has {asked.steps} steps of each client on {asked.batch} times {SEQ} byte
 as many on each client, of ours more or fewer as a client has more or fewer rows. Of gradients it
 has a single step of the server on {batch} of each client, more or fewer. All data together take
 {all_steps} steps on {asked.batch * answering}, or {asked.rounds} large ones on
-{batch * answering}. The learning rate rises to {asked.lr:g} ({asked.own_lr:g} of ours) in the first
-{asked.warmup} rounds and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,}
+{batch * answering}. The learning rate rises in the first {asked.warmup} rounds, to
+{asked.own_lr:g} of ours, {asked.together_lr:g} of all data together and {asked.lr:g} of all others,
+and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,}
 numbers in A and {counts["b"]:,} in B. Leaving the modulus cost a sum of theirs at most {beyond:.1%}
 of its square. {compared}Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
 """

@@ -198,7 +198,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
     of_batches = f'tells = "gradients"\nbits = {asked.gradient_bits}'
     whole = {"batch": asked.batch * asked.steps}
     recipes: Sequence[tuple[str, str, dict[str, Any]]] = (
-        ("ours", own, {"lr": asked.own_lr, "warmup": asked.warmup * asked.steps}),
+        ("ours", own, {**_in_all_steps(asked), "lr": asked.own_lr, "batch": asked.batch}),
         ("gradients", of_batches, whole),
         ("fedavg", steps, {}),
         ("fedavg_secagg", steps, {}),

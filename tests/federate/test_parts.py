@@ -105,6 +105,9 @@ def test_the_range_follows_the_size_that_is_told_in_the_sum():
     assert with_size(change * 1e6, limit)[-1] == limit
 
 
+PRIVACY = "[federate.privacy]\nepsilon = 1\nclip = 1"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -118,10 +121,8 @@ def test_the_range_follows_the_size_that_is_told_in_the_sum():
         ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = [4, 20]", "federate.bits.1 = 20"),
         ("[federate]\njob = 'a'\ntells = 'gradients'\nbits = []", "a list of at least 1"),
         ("[federate]\njob = 'a'\ntells = 'gradients'\nsteps = 3", "steps is not for"),
-        (
-            "[federate]\njob = 'a'\ntells = 'gradients'\n[federate.privacy]\nepsilon = 1\nclip = 1",
-            "privacy is not for",
-        ),
+        (f"[federate]\njob = 'a'\ntells = 'gradients'\n{PRIVACY}", 'not for tells = "gradients"'),
+        (f"[federate]\njob = 'a'\ntells = 'fedavg'\n{PRIVACY}", 'not for tells = "fedavg"'),
         ("[federate]\njob = 'a'\n[train]\nsteps = 1", r"has \[train\]"),
         ("job = 3", "one table"),
     ],
@@ -131,6 +132,14 @@ def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
     file.write_text(text)
     with pytest.raises(InputError, match=words):
         read_federate(file)
+
+
+@pytest.mark.parametrize(("tells", "steps"), [("changes", 20), ("fedavg", 200), ("gradients", 10)])
+def test_the_schedule_of_the_learning_rate_spans_all_steps(tmp_path, tells, steps):
+    """But for rounds of changes, each of which begins anew."""
+    file = tmp_path / "f.toml"
+    file.write_text(f"[federate]\njob = 'a'\ntells = '{tells}'\nrounds = 10")
+    assert read_federate(file).steps_of_job == steps
 
 
 def test_bits_of_rounds_are_of_equal_parts_one_after_the_other():

@@ -357,7 +357,7 @@ def test_a_start_that_is_interrupted_leaves_no_folder(folder, monkeypatch):
             "",
             "optim.groups",
         ),
-        ("", "share = 1.0\nbits = 2\n", "too few for the sum of 4 clients"),
+        ("", "share = 1.0\nbits = 2\n", "too few for the sum of what 4 clients tell"),
     ],
 )
 def test_what_the_server_cannot_step_by_is_refused(folder, monkeypatch, lines, table, words):
@@ -373,6 +373,18 @@ def test_what_the_server_cannot_step_by_is_refused(folder, monkeypatch, lines, t
     with pytest.raises(InputError, match=words):
         federate_command(folder / "unstepped.toml", [], None, read_job)
     assert not Path("federated/unstepped").exists()
+
+
+def test_an_optimizer_with_weights_of_its_own_is_not_kept(folder, monkeypatch):
+    pytest.importorskip("flwr")
+    monkeypatch.chdir(folder)
+    text = JOB + '[[data.sources]]\nname = "s"\nsource = "0.txt"\nweight = 1\n'
+    (folder / "free.toml").write_text(text.replace("[optim]\n", '[optim]\nname = "schedulefree"\n'))
+    asked = FEDERATE.replace("lora.toml", "free.toml").replace("source", "even")
+    (folder / "unkept.toml").write_text(asked.replace("steps = 3", 'tells = "fedavg"'))
+    with pytest.raises(InputError, match="has weights of its own"):
+        federate_command(folder / "unkept.toml", [], None, read_job)
+    assert not Path("federated/unkept").exists()
 
 
 def test_batches_of_gradients_are_as_many_rows_of_each_client(folder, monkeypatch):

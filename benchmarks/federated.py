@@ -220,7 +220,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         shutil.rmtree(out, ignore_errors=True)
         recipe, _, order = name.rpartition("_") if name not in rounds else (name, "", "0")
         seed = asked.seed + int(order)
-        if is_together := recipe in TOGETHER:
+        if recipe in TOGETHER:
             _together(folder, _job(base, asked, **TOGETHER[recipe](asked)), out, seed)
         else:
             dropped = _dropped(asked, seed)
@@ -233,8 +233,7 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
                         f"--set=train.seed={seed}", f"--set=finetune.adapters={first}",
                     )  # fmt: skip
             found = {**_told(out, dropped), "missed": watch.missed, "beyond": watch.beyond}
-        adapters = out if is_together else out / "adapters"
-        loss = _held_out_loss(base, adapters, held_out)
+        loss = _held_out_loss(base, out / "adapters", held_out)
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
         return {**found, "loss": loss}
 
@@ -327,11 +326,13 @@ TOGETHER: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 def _together(folder: Path, job: str, out: Path, seed: int) -> None:
     names = ", ".join(f'"{folder / name}.jsonl"' for name in SOURCES)
-    (folder / "together.toml").write_text(f"{job}source = [{names}]\n")
+    out.mkdir()
+    (out / "job.toml").write_text(f"{job}source = [{names}]\n")
     _command(
-        "paceline.federate.client_round", str(folder / "together.toml"), str(out),
-        f"train.seed={seed}", f"finetune.adapters={folder / 'first'}",
+        "paceline", "train", "job.toml",
+        f"--set=train.seed={seed}", f"--set=finetune.adapters={folder / 'first'}", cwd=out,
     )  # fmt: skip
+    _command("paceline", "export", "runs/adapters", "adapters", "--format", "peft", cwd=out)
 
 
 def _held_out_loss(base: Path, adapters: Path, text: bytes) -> float:

@@ -1004,13 +1004,15 @@ def federate(
     """Train on many clients, of whose changes the server learns the sum.
 
     Clients are processes of this machine that Flower starts, each with its part
-    of the data. A Job with finetune.method = "lora" shares adapters: in a round
-    one matrix of each is trained and the other stays, so the mean of what
-    clients learnt is exact. Any other Job shares its weights, but for those that
-    optim.groups leave as they are. Changes are rounded to a few bits and masked
-    (SecAgg+); clients may drop out. Ctrl-C ends everything and leaves what the
-    last round came to, in PEFT's or Hugging Face's format; the same command goes
-    on from there.
+    of the data. A Job with finetune.method = "lora" shares adapters, any other
+    its weights, but for those that optim.groups leave as they are. What clients
+    tell is rounded to a few bits and masked (SecAgg+); clients may drop out.
+    Ctrl-C ends everything and leaves what the last round came to, in PEFT's or
+    Hugging Face's format; the same command goes on from there.
+
+    A client tells "changes", of one matrix of each adapter in turn, so their
+    mean is exact; or by "fedavg" those of all at once, which learn the most for
+    the upload; or "gradients", and the server makes the steps.
 
     \b
     \\[federate]
@@ -1019,7 +1021,7 @@ def federate(
     rounds = 10
     steps = 20
     split = "dirichlet"    # "even", "source"
-    tells = "changes"      # "gradients": the server makes the steps
+    tells = "changes"      # "fedavg", "gradients"
 
     \b
     \\[federate.privacy]     # adapters then tell little of a client

@@ -134,9 +134,8 @@ def test_a_wrong_table_is_refused_in_a_sentence(tmp_path, text, words):
         read_federate(file)
 
 
-@pytest.mark.parametrize(("tells", "steps"), [("changes", 20), ("fedavg", 200), ("gradients", 10)])
-def test_the_schedule_of_the_learning_rate_spans_all_steps(tmp_path, tells, steps):
-    """But for rounds of changes, each of which begins anew."""
+@pytest.mark.parametrize(("tells", "steps"), [("changes", 200), ("fedavg", 200), ("gradients", 10)])
+def test_the_schedule_of_the_learning_rate_spans_all_rounds(tmp_path, tells, steps):
     file = tmp_path / "f.toml"
     file.write_text(f"[federate]\njob = 'a'\ntells = '{tells}'\nrounds = 10")
     assert read_federate(file).steps_of_job == steps

@@ -6,7 +6,6 @@ import pytest
 from paceline.config.job import read_job
 from paceline.federate import lattice, training_process
 from paceline.federate.adapter_pairs import Reduction, adapters_of
-from paceline.federate.client_round import main as train_alone
 from paceline.federate.command import write_start
 from paceline.federate.grid import HALF, Form, centred, modulus_bits
 from paceline.federate.lattice import DIMENSION, SECOND_MOMENT, STEP, nearest
@@ -16,6 +15,9 @@ from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
 from paceline.federate.shared_file import FOUND, plus, read_tensors, vector_of, write_tensors
 from paceline.federate.telling import Telling
 from paceline.models.weights import write_weights
+from paceline.observe.run import Run
+from paceline.train.command import train_job
+from paceline.train.export import export, export_adapters
 from paceline.train.this_machine import resolve_on_this_machine
 from tests.federate.test_rounds import JOB
 from tests.generate.networks import MODELS, built
@@ -369,10 +371,20 @@ def write_job(folder, shares, optim, steps):
     write_start(folder, resolve_on_this_machine(read_job(folder / JOB_FILE, [])).job)
 
 
-def changes_of(process, folder, shares, numbers):
+def trained_alone(folder, shares, factors="both"):
+    """What a run of the Job comes to, from what is shared: (n,)."""
+    run, given = Run(folder / "run"), []
+    if shares == "adapters":
+        given = [f"finetune.adapters={folder / shares}", f"finetune.factors={factors}"]
+    train_job(read_job(folder / JOB_FILE, given), run, fresh=True, fits_cluster=False)
+    (export_adapters if shares == "adapters" else export)(run, folder / "alone")
+    return vector_of(read_tensors(folder / "alone"), "all")
+
+
+def changes_of(process, folder, shares, numbers, factor="all"):
     """What rounds of three steps come to, each from where the one before it came to."""
     for number in numbers:
-        assert process.compute(number, 3) == 4  # samples
+        assert process.compute(number, 3, factor) == 4  # samples
         yield vector_of(read_tensors(folder / FOUND), "all") / 4
         if number:
             tensors = read_tensors(folder / shares)
@@ -380,18 +392,21 @@ def changes_of(process, folder, shares, numbers):
             write_tensors(folder / shares, found)
 
 
-@pytest.mark.parametrize("shares", ["adapters", "weights"])
-def test_changes_of_rounds_are_a_run_of_all_their_steps(tmp_path, monkeypatch, computed, shares):
+@pytest.mark.parametrize(
+    ("shares", "factor", "factors"),
+    [("adapters", "all", "both"), ("adapters", "b", "b"), ("weights", "all", "both")],
+)
+def test_changes_of_rounds_are_a_run_of_all_their_steps(
+    tmp_path, monkeypatch, computed, shares, factor, factors
+):
     """With the data, the optimizer's state and the schedule of its learning rate. Of one client."""
     monkeypatch.chdir(tmp_path)
     write_job(tmp_path, shares, "lr = 1e-2\nwarmup_steps = 2\nschedule = 'cosine'", 6)
-    given = [f"finetune.adapters={tmp_path / shares}"] if shares == "adapters" else []
-    train_alone(tmp_path / JOB_FILE, tmp_path / "alone", given)
     first = vector_of(read_tensors(tmp_path / shares), "all")
+    alone = trained_alone(tmp_path, shares, factors) - first
     computed.keep_running(tmp_path)
-    sizes, *rounds = changes_of(computed, tmp_path, shares, (0, 1, 2))
+    sizes, *rounds = changes_of(computed, tmp_path, shares, (0, 1, 2), factor)
     assert (sizes == rounds[0]).all()
-    alone = vector_of(read_tensors(tmp_path / "alone"), "all") - first
     assert np.abs(alone).max() > 1e-3
     assert np.abs(sum(rounds) - alone).max() < 1e-6
 
@@ -420,9 +435,7 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
     """Rounds of one client, told in 16 bits, against the same Job trained by itself."""
     monkeypatch.chdir(tmp_path)
     write_job(tmp_path, shares, SGD, 6)
-    given = [f"finetune.adapters={tmp_path / shares}"] if shares == "adapters" else []
-    train_alone(tmp_path / JOB_FILE, tmp_path / "alone", given)
-
+    alone = trained_alone(tmp_path, shares)
     computed.keep_running(tmp_path)
     tensors = first = read_tensors(tmp_path / shares)
     optimizer, before = ServerOptimizer(tmp_path, tensors), None
@@ -436,7 +449,6 @@ def test_a_federation_of_one_is_a_run(tmp_path, monkeypatch, computed, shares):
             tensors = optimizer.step(number - 1, found.mean)
             write_tensors(tmp_path / shares, tensors)
         scale, before = found.next_scale(tensors, before, scale), found.sizes
-    alone = vector_of(read_tensors(tmp_path / "alone"), "all")
     moved = alone - vector_of(first, "all")
     missed = alone - vector_of(tensors, "all")
     assert np.sqrt(np.mean(moved**2)) > 1e-3

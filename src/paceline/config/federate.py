@@ -72,11 +72,8 @@ class Federate(FrozenConfig):
 
     @property
     def steps_of_job(self) -> int:
-        """Optimizer steps that the schedule of the learning rate spans: those of a round of
-        "changes", else of all rounds."""
-        if self.tells == "changes":
-            return self.steps
-        return self.rounds * (self.steps if self.tells == "fedavg" else 1)
+        """Optimizer steps of all rounds, which the schedule of the learning rate spans."""
+        return self.rounds * (1 if self.tells == "gradients" else self.steps)
 
     @property
     def taking_part(self) -> int:

@@ -1,13 +1,11 @@
-"""The client's end: Flower's ClientApp, which asks a process of its own to train.
+"""The client's end: Flower's ClientApp, which asks a process to train (`training_process`).
 
 Around Flower's SecAgg+ (`secaggplus_mod`) stands `_pack`: of the masked numbers, which Flower sends
 as 8 bytes each, it leaves the bits that they have.
 """
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from flwr.app import Context, Message
@@ -21,11 +19,10 @@ from flwr.compat.client.numpy_client import NumPyClient
 from paceline.federate import training_process
 from paceline.federate.grid import Floats, Ints, on_grid
 from paceline.federate.privacy import on_grid_within
-from paceline.federate.rounds import Factor, Shares, bits_of, form_of, with_size
+from paceline.federate.rounds import Factor, bits_of, form_of, with_size
 from paceline.federate.scale import Scale
 from paceline.federate.shared_file import (
     FOUND,
-    WEIGHTS_FILE,
     Tensors,
     read_tensors,
     trained_names,
@@ -43,8 +40,7 @@ class _Client(NumPyClient):
 
     def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict]:
         """Take what is shared, and tell what this client makes of it: whole numbers, (m,)."""
-        shares: Shares = self._stated["shares"]
-        given = self._folder / shares
+        given = self._folder / str(self._stated["shares"])
         names = read_tensors(given, trained_names(Path(self._stated["folder"])))
         before = dict(zip(names, parameters, strict=True))
         write_tensors(given, before)
@@ -52,18 +48,14 @@ class _Client(NumPyClient):
         return [told(before, int(config["round"]), config).astype(np.float64)], 1, {}
 
     def _change(self, before: Tensors, number: int, config: dict[str, Any]) -> Ints:
-        """Train for a while; with the size of the change, unless there is privacy.
+        """What some steps come to, with its size unless there is privacy.
 
         What is left out stays here until the same is told again.
         """
         factor: Factor = config["factor"]
-        train_round(self._folder, self._stated["cwd"], number, factor, self._stated["shares"])
-        after = read_tensors(self._folder / f"round-{number}", before)
-        for older in self._folder.glob(f"round-*/{WEIGHTS_FILE}"):  # whole networks: one is enough
-            if older.parent.name != f"round-{number}":
-                older.unlink()
+        samples = training_process.compute(number, int(self._stated["steps"]), factor)
+        change = vector_of(read_tensors(self._folder / FOUND, before), factor) / samples
         kept = self._folder / f"error-{factor}.npy"
-        change = vector_of(after, factor) - vector_of(before, factor)
         if kept.exists():
             change += np.load(kept)
         _must_be_finite(change, number)
@@ -93,37 +85,6 @@ class _Client(NumPyClient):
 def _must_be_finite(found: Floats, number: int) -> None:
     if not np.isfinite(found).all():
         raise ValueError(f"round {number} came to numbers that are not finite")
-
-
-def train_round(
-    folder: Path,
-    cwd: str,
-    number: int,
-    factors: Factor | Literal["both"],
-    shares: Shares = "adapters",
-) -> None:
-    """Train in a process of its own, from `folder`/`shares` to `folder`/round-<number>.
-
-    Args:
-        folder: the client's own.
-        cwd: what its Job's paths are relative to.
-        number: of the round.
-        factors: which matrices of adapters are trained.
-        shares: what the folder has.
-
-    Raises:
-        CalledProcessError: training failed; log.txt says why.
-    """
-    given = [f"train.weights={folder / shares}"]
-    if shares == "adapters":
-        given = [f"finetune.adapters={folder / shares}", f"finetune.factors={factors}"]
-    settings = [*given, f"train.seed={number}"]
-    command = [sys.executable, "-m", "paceline.federate.client_round"]
-    with (folder / "log.txt").open("ab") as log:
-        subprocess.run(
-            [*command, str(folder / "job.toml"), str(folder / f"round-{number}"), *settings],
-            cwd=cwd, stdout=log, stderr=subprocess.STDOUT, check=True,
-        )  # fmt: skip
 
 
 def _pack(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

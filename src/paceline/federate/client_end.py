@@ -1,10 +1,10 @@
 """A client's end that stays: takes its messages from Flower, and answers each in a fork of itself.
 
 Flower itself starts a process for each message, which imports Flower anew: 3.5 CPU-seconds, of
-which a round with SecAgg+ has four. A fork has it already. The process that trains stays as well,
-but for changes of alternating matrices (`training_process`).
+which a round with SecAgg+ has four. A fork has it already. The process that trains stays as well
+(`training_process`).
 
-    python -m paceline.federate.client_end HOST:PORT [FOLDER]
+    python -m paceline.federate.client_end HOST:PORT FOLDER
 """
 
 import os
@@ -28,10 +28,10 @@ class _Forking(SubprocessExecutor):
     """Flower's executor, but for how a process begins.
 
     Args:
-        folder: the client's own; None: no process that trains stays.
+        folder: the client's own.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fork: int | None = None
         self._keep_running()
@@ -55,8 +55,7 @@ class _Forking(SubprocessExecutor):
 
     def _keep_running(self) -> None:
         """One that can't compute is tried again with each message, and not all the time."""
-        if self._folder is not None:
-            training_process.keep_running(self._folder)
+        training_process.keep_running(self._folder)
 
 
 def _answer(spec: Any) -> NoReturn:
@@ -75,7 +74,7 @@ def _answer(spec: Any) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def main(address: str, folder: Path | None) -> None:
+def main(address: str, folder: Path) -> None:
     """Take messages until the SuperNode's starter is gone."""
     exit_with_parent(os.getppid())
     executor = _Forking(folder)
@@ -84,4 +83,4 @@ def main(address: str, folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(sys.argv[1], Path(sys.argv[2]))

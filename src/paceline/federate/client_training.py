@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from paceline.config.files import to_disk
 from paceline.config.job import Job, read_job
 from paceline.config.model import Model
 from paceline.federate.optimizer_state import Optimizer, state_of, take_state
@@ -36,7 +37,8 @@ _STATE = "optimizer-"
 def main(folder: Path) -> None:
     """Answer rounds until the input ends, each with its number and its samples.
 
-    A line of the input has a round's number and steps; 0 steps: its gradient is asked for.
+    A line of the input has a round's number, steps, and what these train; 0 steps: the gradient of
+    all is asked for.
 
     Args:
         folder: the client's own: job.toml, and adapters/ or weights/, which each round reads anew.
@@ -50,7 +52,8 @@ def main(folder: Path) -> None:
     samples, following = job.train.global_batch, 0
     batches: Iterator[Step] = iter(())
     for line in asked:
-        number, num_steps = map(int, line.split())
+        *numbers, factor = line.split()
+        number, num_steps = map(int, numbers)
         # Round 0 finds what round 1 will find.
         first = max(number - 1, 0) * num_steps if num_steps else number
         if first != following or not first:  # it had no part in some rounds
@@ -58,8 +61,9 @@ def main(folder: Path) -> None:
         following = first + (num_steps or 1)
         _read(trainer, folder)
         if num_steps:
-            assert isinstance(trainer.update.optimizer, Optimizer)
-            with _kept_state(trainer.update.optimizer, folder, number):
+            optimizer = trainer.update.optimizer
+            assert isinstance(optimizer, Optimizer)
+            with _trains_only(trainer.module, factor), _kept_state(optimizer, folder, number):
                 found = _change(trainer, range(first, following), batches)
         else:
             found = _gradient(trainer, number, next(batches))
@@ -107,6 +111,21 @@ def _change(trainer: Trainer, indices: range, batches: Iterator[Step]) -> dict[s
 
 
 @contextmanager
+def _trains_only(module: nn.Module, factor: str) -> Iterator[None]:
+    """One matrix of adapters is trained, or "all" that is."""
+    others = [
+        p
+        for name, p in module.named_parameters()
+        if p.requires_grad and factor != "all" and f"lora_{factor}." not in name
+    ]
+    for p in others:
+        p.requires_grad_(False)
+    yield
+    for p in others:
+        p.requires_grad_(True)
+
+
+@contextmanager
 def _kept_state(optimizer: Optimizer, folder: Path, number: int) -> Iterator[None]:
     """An optimizer goes on as the client's newest round before this one left it.
 
@@ -125,6 +144,7 @@ def _kept_state(optimizer: Optimizer, folder: Path, number: int) -> Iterator[Non
         made = folder / f"{_STATE}{number}.safetensors"
         partial = made.with_suffix(".partial")
         save_file(state_of(optimizer), partial)
+        to_disk(partial)
         partial.replace(made)
         for file in before[:-1]:
             file.unlink()

@@ -114,9 +114,9 @@ def prepare(
     job = _checked(spec)
     if asked.tells == "gradients":
         _check_steps_of_server(job)
-    if asked.tells == "fedavg" and job.optim.name == "schedulefree":
+    elif job.optim.name == "schedulefree":
         raise InputError(
-            'federate.tells = "fedavg" keeps an optimizer\'s state on each client, and that of '
+            "paceline federate keeps an optimizer's state on each client, and that of "
             'optim.name = "schedulefree" has weights of its own: use another optimizer.'
         )
     if asked.tells != "changes":
@@ -423,7 +423,6 @@ def _stated(folder: Path, asked: Federate, job: Job, noise: float) -> dict[str, 
     return {
         "folder": str(folder),
         "shares": _shares(job),
-        "cwd": str(Path.cwd()),
         "tells": asked.tells,
         "clients": asked.clients,
         "rounds": asked.rounds,
@@ -455,10 +454,11 @@ def _follow(folder: Path, asked: Federate, shares: Shares) -> dict[str, Any]:
     def done() -> int:
         return lines[-1]["round"] if lines else 0
 
-    told_in = None if asked.tells == "changes" else folder / "clients"
     with (
         _ended_by_signals(),
-        running(folder / "app", folder / "flower", asked.clients, folder / "logs", told_in) as run,
+        running(
+            folder / "app", folder / "flower", asked.clients, folder / "logs", folder / "clients"
+        ) as run,
     ):
         while done() < asked.rounds:
             is_over = run.poll() is not None

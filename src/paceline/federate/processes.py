@@ -58,7 +58,7 @@ def write_app(folder: Path, config: Mapping[str, Any], ends: Mapping[str, str] =
 
 @contextmanager
 def running(
-    app: Path, home: Path, clients: int, logs: Path, folders: Path | None = None
+    app: Path, home: Path, clients: int, logs: Path, folders: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start everything; the process that is given ends when the app's run is over.
 
@@ -67,7 +67,7 @@ def running(
         home: Flower's own files.
         clients: SuperNodes to start; each is told its number as "client".
         logs: folder of a log for each process.
-        folders: has a folder of each client whose process that trains stays; None: none does.
+        folders: has a folder of each client.
 
     Raises:
         RunError: the SuperLink didn't come up.
@@ -100,7 +100,7 @@ def running(
             )  # fmt: skip
             start(
                 f"client-{client}", Path(sys.executable).name, "-m", "paceline.federate.client_end",
-                f"{LOCAL_HOST}:{port}", *([] if folders is None else [str(folders / str(client))]),
+                f"{LOCAL_HOST}:{port}", str(folders / str(client)),
             )  # fmt: skip
         yield start("run", "flwr", "run", str(app), "here", "--stream")
     finally:

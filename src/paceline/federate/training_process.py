@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paceline.federate.rounds import Factor
+
 _GONE = "the process that trains is gone: log.txt says why"
 _process: subprocess.Popen[bytes] | None = None
 
@@ -40,12 +42,13 @@ def end() -> None:
         _process = None
 
 
-def compute(number: int, num_steps: int = 0) -> int:
+def compute(number: int, num_steps: int = 0, factor: Factor = "all") -> int:
     """Have what a round asks for computed, from what is shared in the client's folder.
 
     Args:
         number: of the round.
         num_steps: whose change is asked for; 0: a gradient is.
+        factor: what such steps train.
 
     Returns:
         samples of the gradient, or of each step.
@@ -57,7 +60,7 @@ def compute(number: int, num_steps: int = 0) -> int:
     assert _process.stdin is not None
     assert _process.stdout is not None
     try:
-        os.write(_process.stdin.fileno(), b"%d %d\n" % (number, num_steps))
+        os.write(_process.stdin.fileno(), f"{number} {num_steps} {factor}\n".encode())
     except BrokenPipeError:
         raise RuntimeError(_GONE) from None
     while line := _process.stdout.readline():

@@ -60,6 +60,7 @@ WARM = "lr = 1e-2\n[train]\nweights = true\nsteps = "
 """Of the Job: from the learning rate to how many steps, of which clients make fewer."""
 TWO_WEIGHTS = 'weight = 1\n[[data.sources]]\nname = "t"\nsource = "1.txt"\nweight = 2\n'
 SGD = 'name = "sgd"\nlr = 0.5\n'
+WARM_UP = 'lr = 1e-2\nwarmup_steps = 4\nschedule = "constant"'
 STAYING = '[[optim.groups]]\npattern = "*"\nlr_factor = 0.0\n'
 
 
@@ -378,6 +379,24 @@ def test_what_the_server_cannot_step_by_is_refused(folder, monkeypatch, lines, t
     with pytest.raises(InputError, match=words):
         federate_command(folder / "unstepped.toml", [], None, read_job)
     assert not Path("federated/unstepped").exists()
+
+
+@pytest.mark.parametrize(
+    ("tells", "growth"), [('"fedavg"\nsteps = 2', [1, 7 / 3, 8 / 7, 1]), ('"gradients"', [1] * 4)]
+)
+def test_changes_are_expected_to_grow_with_the_learning_rate(folder, monkeypatch, tells, growth):
+    """Rounds of two steps, of which two warm up: 0.25 and 0.5, 0.75 and 1, 1 and 1."""
+    pytest.importorskip("flwr")
+    from paceline.federate.strategies import STRATEGIES
+
+    monkeypatch.chdir(folder)
+    job = (folder / "lora.toml").read_text().replace("steps = 1", "steps = 9")
+    (folder / "warm.toml").write_text(job.replace("lr = 1e-2", WARM_UP))
+    asked = FEDERATE.replace("lora.toml", "warm.toml").replace(f"rounds = {ROUNDS}", "rounds = 4")
+    (folder / "rates.toml").write_text(asked.replace("steps = 3", f"tells = {tells}"))
+    begun = prepare(folder / "rates.toml", [], folder / f"rates-{len(tells)}", read_job)
+    strategy = STRATEGIES[begun.asked.tells](begun.stated)
+    assert [strategy.growth(number) for number in range(4)] == pytest.approx(growth)
 
 
 def test_an_optimizer_with_weights_of_its_own_is_not_kept(folder, monkeypatch):

@@ -10,6 +10,7 @@ from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_nd
 from flwr.server.strategy import Strategy
 from torch import Tensor
 
+from paceline.config.job import read_job
 from paceline.federate.grid import Floats
 from paceline.federate.privacy import epsilon_of, noisy_mean
 from paceline.federate.rounds import (
@@ -22,7 +23,7 @@ from paceline.federate.rounds import (
     next_limit,
 )
 from paceline.federate.scale import Scale
-from paceline.federate.server_optimizer import ServerOptimizer
+from paceline.federate.server_optimizer import JOB_FILE, ServerOptimizer
 from paceline.federate.shared_file import (
     Tensors,
     plus,
@@ -33,6 +34,7 @@ from paceline.federate.shared_file import (
 )
 from paceline.federate.state import State, read_state, write_state
 from paceline.federate.telling import Telling
+from paceline.train.learning_rates import learning_rate
 
 
 class Rounds(Strategy):
@@ -217,6 +219,7 @@ class FedAvg(Rounds):
 
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
+        self._job = read_job(self._shared.parent / JOB_FILE, [])
         self._scale = Scale.at_first(self.tensors)
         self._sizes: Floats | None = None
 
@@ -235,8 +238,24 @@ class FedAvg(Rounds):
         found = self._telling(number).understood(sums, self._nodes)
         if number:
             self.tensors = self.after(number, found.mean)
-        self._scale = found.next_scale(self.tensors, self._sizes, self._scale)
-        self._sizes = found.sizes
+        grown, scale = self.growth(number), found.next_scale(self.tensors, self._sizes, self._scale)
+        self._scale = scale._replace(sizes=scale.sizes * grown)
+        self._sizes = found.sizes * grown
+
+    def growth(self, number: int) -> float:
+        """How much larger the next round's numbers will be: changes grow with the learning rate."""
+        before, after = self._rate(number), self._rate(number + 1)
+        return after / before if before else 1.0
+
+    def _rate(self, number: int) -> float:
+        """Mean learning rate of a round's steps; round 0 trains as round 1 does."""
+        steps, rounds = int(self.stated["steps"]), int(self.stated["rounds"])
+        last = steps * min(max(number, 1), rounds)
+        rates = [
+            learning_rate(self._job.optim, index, steps * rounds)
+            for index in range(last - steps, last)
+        ]
+        return sum(rates) / steps
 
     def after(self, number: int, mean: Floats) -> Tensors:
         """What is shared after a round.
@@ -274,6 +293,10 @@ class Gradients(FedAvg):
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
         self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
+
+    def growth(self, number: int) -> float:
+        """Gradients don't follow the learning rate."""
+        return 1.0
 
     def after(self, number: int, mean: Floats) -> Tensors:
         """See `FedAvg`."""

@@ -211,15 +211,14 @@ class Changes(Rounds):
         return len(vector_of(self.tensors, self._factor(number)))
 
 
-class FedAvg(Rounds):
-    """Clients train for themselves; the mean of their changes, weighed by samples, is added."""
+class LatticeRounds(Rounds):
+    """Clients tell what they found by a lattice (`telling`), weighed by samples."""
 
     first = 0
-    factor: Factor | Literal["gradient"] = "all"
+    factor: Literal["all", "gradient"]
 
     def __init__(self, stated: dict[str, Any]) -> None:
         super().__init__(stated)
-        self._job = read_job(self._shared.parent / JOB_FILE, [])
         self._scale = Scale.at_first(self.tensors)
         self._sizes: Floats | None = None
 
@@ -243,27 +242,16 @@ class FedAvg(Rounds):
         self._sizes = found.sizes * grown
 
     def growth(self, number: int) -> float:
-        """How much larger the next round's numbers will be: changes grow with the learning rate."""
-        before, after = self._rate(number), self._rate(number + 1)
-        return after / before if before else 1.0
+        """How much larger the next round's numbers will be, as far as that is known."""
+        return 1.0
 
-    def _rate(self, number: int) -> float:
-        """Mean learning rate of a round's steps; round 0 trains as round 1 does."""
-        steps, rounds = int(self.stated["steps"]), int(self.stated["rounds"])
-        last = steps * min(max(number, 1), rounds)
-        rates = [
-            learning_rate(self._job.optim, index, steps * rounds)
-            for index in range(last - steps, last)
-        ]
-        return sum(rates) / steps
-
+    @abstractmethod
     def after(self, number: int, mean: Floats) -> Tensors:
         """What is shared after a round.
 
         Args:
             mean: (n,) of what clients found.
         """
-        return plus(self.tensors, "all", mean)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next scale, and what it follows from."""
@@ -285,7 +273,35 @@ class FedAvg(Rounds):
         return Telling.of_round(self.stated, self.tensors, number, self._scale)
 
 
-class Gradients(FedAvg):
+class FedAvg(LatticeRounds):
+    """Clients train for themselves; the mean of their changes is added."""
+
+    factor = "all"
+
+    def __init__(self, stated: dict[str, Any]) -> None:
+        super().__init__(stated)
+        self._optim = read_job(self._shared.parent / JOB_FILE, []).optim
+
+    def growth(self, number: int) -> float:
+        """Changes grow with the learning rate."""
+        before, after = self._rate(number), self._rate(number + 1)
+        return after / before if before else 1.0
+
+    def _rate(self, number: int) -> float:
+        """Mean learning rate of a round's steps; round 0 trains as round 1 does."""
+        steps, rounds = int(self.stated["steps"]), int(self.stated["rounds"])
+        last = steps * min(max(number, 1), rounds)
+        rates = [
+            learning_rate(self._optim, index, steps * rounds) for index in range(last - steps, last)
+        ]
+        return sum(rates) / steps
+
+    def after(self, number: int, mean: Floats) -> Tensors:
+        """See `LatticeRounds`."""
+        return plus(self.tensors, "all", mean)
+
+
+class Gradients(LatticeRounds):
     """Clients tell gradients of a batch each; the server makes a step with their mean."""
 
     factor = "gradient"
@@ -294,12 +310,8 @@ class Gradients(FedAvg):
         super().__init__(stated)
         self._optimizer = ServerOptimizer(self._shared.parent, self.tensors)
 
-    def growth(self, number: int) -> float:
-        """Gradients don't follow the learning rate."""
-        return 1.0
-
     def after(self, number: int, mean: Floats) -> Tensors:
-        """See `FedAvg`."""
+        """See `LatticeRounds`."""
         return self._optimizer.step(number - 1, mean)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

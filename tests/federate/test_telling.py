@@ -87,7 +87,7 @@ def gradient_of(tensors, seed):
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), [(20, 12, 4), (6, 9, 6), (5, 9, 6)])
-def test_telling_of_adapters_are_told_without_what_follows(inputs, outputs, rank):
+def test_gradients_of_adapters_are_told_without_what_follows(inputs, outputs, rank):
     """With their lengths and angles; nothing of A while B is zero."""
     tensors, sizes = adapter(inputs, outputs, rank, 0), np.array([2.0, 0.1, 1.0, 3.0])
     matrices = [each.astype(float) for each in tensors.values()]

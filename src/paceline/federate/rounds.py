@@ -4,8 +4,8 @@ Where adapters are shared, one matrix of each is the same on all clients in a ro
 is, and the change of the other one is summed. So the mean of the products is the product of the
 mean, which it isn't where both change (https://arxiv.org/abs/2410.09432). The roles alternate: B
 first, as it begins as zero and A has no gradient until it isn't. Of shared weights all that are
-trained change in every round. Where clients tell gradients, all that is trained has one in every
-round (`gradients`).
+trained change in every round, and so does all of adapters by FedAvg or where clients tell
+gradients, which go by another way (`telling`).
 """
 
 import math

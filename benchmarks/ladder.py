@@ -100,7 +100,7 @@ LOW_RATE, HIGH_RATE = 1e-4, 1e-1
 EQUAL = 1.002
 TIMES = 5
 """CPU-seconds of Optuna over the ladder's that are wanted, at least."""
-_STEP, _AROUND = 2**0.5, range(-3, 4)
+_STEP, _AROUND = 2**0.5, range(-2, 3)
 _NEIGHBOURS, _MOST_RATES = 2, 13
 _RUNGS, _FACTOR = 9, 3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h

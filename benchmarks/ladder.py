@@ -23,12 +23,13 @@ What it doesn't say: anything about larger extrapolations than this one, or abou
 one run is one seed, which alone moves a loss by some 0.3 %.
 
     python -m benchmarks.ladder [--keep FOLDER]
-    python -m benchmarks.ladder --largest 3e6 --params 3e7 --minutes 240
+    python -m benchmarks.ladder --largest 3e6 --params 3e7 --batch 4 --minutes 24 --share 0.3
 
     python -m benchmarks.ladder --again 1 2 3 4 5
 
 The first form takes 27 minutes on two quiet cores with `--limit 600`; the second is that of
-larger runs and takes nine times `--minutes` or so. The third makes ladder and run anew with each of
+larger runs and takes nine times `--minutes` or so. Its batches are small, since a run of few tokens
+in large ones ends while losses still fall as no law says. The third makes ladder and run anew with each of
 these seeds, two at a time: how far are predicted losses off? With `--keep` a run that was killed
 goes on with the parts that it has. Needs Linux and the extra `search`. Keeps
 results/<device>/ladder.{json,md}, the third form ladder_seeds.{json,md}.
@@ -86,7 +87,7 @@ warmup_steps = 50
 schedule = "cosine"
 [train]
 steps = 1000
-global_batch = 16
+global_batch = {batch}
 seq_len = 64
 eval_batches = 16
 [layout]
@@ -366,14 +367,15 @@ def prepare(folder: Path, asked: argparse.Namespace, seed: int | None = None) ->
     """The text and the Job, with another seed where it is given; a folder of another benchmark is
     refused."""
     form = {
-        name: getattr(asked, name) for name in ("largest", "params", "minutes", "share", "limit")
+        name: getattr(asked, name)
+        for name in ("largest", "params", "batch", "minutes", "share", "limit")
     }
     file = folder / "form.json"
     if file.exists() and json.loads(file.read_text()) != form:
         sys.exit(f"{folder} has parts of a run with other options: give another --keep.")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "text.txt", library_text())
-    job = JOB.replace("text.txt", str(folder / "text.txt"))
+    job = JOB.format(batch=asked.batch).replace("text.txt", str(folder / "text.txt"))
     if seed is not None:
         job = job.replace("[train]\n", f"[train]\nseed = {seed}\n")
     write_atomic(folder / "job.toml", job)
@@ -520,6 +522,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--largest", type=float, default=2.5e4, help="parameters of a small run")
     parser.add_argument("--params", type=float, default=2.5e5, help="of the run that is predicted")
+    parser.add_argument("--batch", type=int, default=16, help="samples of 64 tokens in a step")
     parser.add_argument("--minutes", type=float, default=4, help="of the ladder and its run")
     parser.add_argument("--share", type=float, default=0.37, help="of them, for the ladder")
     parser.add_argument("--seeds", type=int, nargs="+", help="of Optuna; left out: 0 and 1")
@@ -535,7 +538,7 @@ def main() -> None:
         parser.error("--again looks for nothing by Optuna: leave --seeds and --limit out.")
     asked.seeds = asked.seeds or [0, 1]
     os.environ["OMP_NUM_THREADS"] = "1"
-    about = {**taken_with("benchmarks.ladder", "optuna"), "job": JOB}
+    about = {**taken_with("benchmarks.ladder", "optuna"), "job": JOB.format(batch=asked.batch)}
     with tempfile.TemporaryDirectory() if asked.keep is None else nullcontext(asked.keep) as place:
         folder = Path(place).resolve()
         # What the machine was measured to do, and the tokens: of this run, not of an earlier one.

@@ -192,6 +192,14 @@ def test_a_required_setting_that_is_missing_is_named(tmp_path):
         read_job(file)
 
 
+@pytest.mark.parametrize("command", ["federate", "search"])
+def test_the_file_of_another_command_is_named_as_such(tmp_path, command):
+    file = tmp_path / "other.toml"
+    file.write_text(f'[{command}]\njob = "my.toml"\n')
+    with pytest.raises(InputError, match=rf"\[{command}\].*`paceline {command}`.*{command}\.job"):
+        read_job(file)
+
+
 def test_shapes_come_from_a_hugging_face_config(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128,'

@@ -193,7 +193,14 @@ def _read_raw(path: Path | None) -> dict[str, Any]:
     if path is None:
         return parse_toml(resources.files("paceline.config").joinpath("demo.toml").read_text())
     file = path / "job.toml" if os.path.isdir(path) else path  # noqa: PTH112  # never raises
-    return read_toml(file, "give the path of a job.toml")
+    raw = read_toml(file, "give the path of a job.toml")
+    for command in ("federate", "search"):  # whose files have a table of that name
+        if command in raw and "model" not in raw:
+            raise InputError(
+                f"{file} has a table [{command}] and is no Job: give it to `paceline {command}`, "
+                f"and here give the Job that {command}.job names."
+            )
+    return raw
 
 
 def _key(override: str) -> str:

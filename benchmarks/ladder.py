@@ -32,7 +32,8 @@ larger runs and takes five times `--minutes` or so with `--limit 2160`. Its batc
 a run of few tokens in large ones ends while losses still fall as no law says. The third makes
 ladder and run anew with each of these seeds, two at a time: how far are predicted losses off? With
 `--keep` a run that was killed goes on with the parts that it has. Needs Linux and the extra
-`search`. Keeps results/<device>/ladder.{json,md}, the third form ladder_seeds.{json,md}.
+`search`. Keeps results/<device>/ladder.{json,md}, with other parameters ladder_30m.{json,md}, say,
+and in the third form ladder_seeds.{json,md}.
 """
 
 import argparse
@@ -98,6 +99,7 @@ every = 0
 tensorboard = false
 """
 LOW_RATE, HIGH_RATE = 1e-4, 1e-1
+PARAMS = 2.5e5
 EQUAL = 1.002
 TIMES = 5
 """CPU-seconds of Optuna over the ladder's that are wanted, at least."""
@@ -457,7 +459,8 @@ def run(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
         "sweep": [one for _, one in sorted(trained.items())],
         "searches": found,
     }
-    return f"{text}\nresults: {keep(folder_of(asked.results, about), 'ladder', kept, text)}"
+    name = "ladder" if asked.params == PARAMS else f"ladder_{asked.params / 1e6:g}m"
+    return f"{text}\nresults: {keep(folder_of(asked.results, about), name, kept, text)}"
 
 
 def again(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
@@ -521,7 +524,7 @@ def main() -> None:
     """Climb, train, sweep and search."""
     parser = parser_of(__doc__)
     parser.add_argument("--largest", type=float, default=2.5e4, help="parameters of a small run")
-    parser.add_argument("--params", type=float, default=2.5e5, help="of the run that is predicted")
+    parser.add_argument("--params", type=float, default=PARAMS, help="of the run that is predicted")
     parser.add_argument("--batch", type=int, default=16, help="samples of 64 tokens in a step")
     parser.add_argument("--minutes", type=float, default=4, help="of the ladder and its run")
     parser.add_argument("--share", type=float, default=0.37, help="of them, for the ladder")

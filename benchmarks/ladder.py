@@ -32,8 +32,8 @@ larger runs and takes five times `--minutes` or so with `--limit 2160`. Its batc
 a run of few tokens in large ones ends while losses still fall as no law says. The third makes
 ladder and run anew with each of these seeds, two at a time: how far are predicted losses off? With
 `--keep` a run that was killed goes on with the parts that it has. Needs Linux and the extra
-`search`. Keeps results/<device>/ladder.{json,md}, with other parameters ladder_30m.{json,md}, say,
-and in the third form ladder_seeds.{json,md}.
+`search`. Keeps results/<device>/ladder.{json,md}, of the second form ladder_30m.{json,md}, and of
+the third ladder_seeds.{json,md}.
 """
 
 import argparse
@@ -459,8 +459,7 @@ def run(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
         "sweep": [one for _, one in sorted(trained.items())],
         "searches": found,
     }
-    name = "ladder" if asked.params == PARAMS else f"ladder_{asked.params / 1e6:g}m"
-    return f"{text}\nresults: {keep(folder_of(asked.results, about), name, kept, text)}"
+    return f"{text}\nresults: {keep(folder_of(asked.results, about), _form(asked), kept, text)}"
 
 
 def again(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str:
@@ -504,7 +503,8 @@ def again(folder: Path, asked: argparse.Namespace, about: dict[str, Any]) -> str
         f"Two at a time, each on a core of its own. {signature(about)}\n"
     )
     kept = {"facts": about, "seeds": {name: done[name] for name in tasks}}
-    return f"{text}\nresults: {keep(folder_of(asked.results, about), 'ladder_seeds', kept, text)}"
+    name = f"{_form(asked)}_seeds"
+    return f"{text}\nresults: {keep(folder_of(asked.results, about), name, kept, text)}"
 
 
 def climb_and_train(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
@@ -514,6 +514,11 @@ def climb_and_train(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     if trained["loss"] is None:
         raise RuntimeError(_why(folder, "run"))
     return ladder | trained
+
+
+def _form(asked: argparse.Namespace) -> str:
+    """Name of the files that keep what runs of this size came to."""
+    return "ladder" if asked.params == PARAMS else f"ladder_{asked.params / 1e6:g}m"
 
 
 def _name(at: int) -> str:

@@ -55,12 +55,7 @@ def render(
                 note="Points are runs, lines the law at their size; the line that goes on is that "
                 "of the recommended size, with the 90 % interval of its run.",
             ),
-            Section(
-                "Loss by size, for this budget",
-                Chart("sizes", _sizes(found, advice)),
-                note="A larger network sees fewer tokens within the budget. Lines are numbers of "
-                "devices.",
-            ),
+            *_by_size(found, advice),
             Section(
                 "The learning rate",
                 Chart("rates", _rates(climbed)),
@@ -74,13 +69,24 @@ def render(
     ).html()
 
 
+def _by_size(found: Sequence[Option], advice: Advice) -> list[Section]:
+    """Nothing where --params says the size: there is none to compare it with."""
+    if len({one.heads for one in found}) == 1:
+        return []
+    note = "A larger network sees fewer tokens within the budget. Lines are numbers of devices."
+    return [
+        Section("Loss by size, for this budget", Chart("sizes", _sizes(found, advice)), note=note)
+    ]
+
+
 def sentence(advice: Advice, job: Job) -> str:
     """The recommendation."""
+    price = "" if advice.usd is None else f", the price as {price_text(advice)}"
     return (
         f"Train {network_text(advice, job)}, on {count_text(advice.tokens)} tokens "
         f"({advice.steps:,} steps) at lr {advice.lr:.3g} with {advice.layout}: the loss is "
         f"predicted as {advice.loss:.4g} ({advice.loss_low:.4g} to {advice.loss_high:.4g}), "
-        f"the time as {duration_text(advice.train_s)}, the price as {price_text(advice)}."
+        f"the time as {duration_text(advice.train_s)}{price}."
     )
 
 

@@ -9,12 +9,14 @@ lost: the process that computes for it is killed (SIGKILL) when it was asked.
 - ours: `paceline federate` as it stands, clients telling what some steps come to ("fedavg") under
   SecAgg+, with as few bits that it uploads an eighth of FedAvg without secrets; several times, each
   with other parts, order of the data and clients that are lost.
-- gradients: the same, clients telling gradients of the samples of all these steps.
+- doubled: the same, each step on twice the samples, which cost clients time and no upload.
+- gradients: as ours, clients telling gradients of the samples of all these steps.
 - FedAvg: `peers/flower_fedavg.py`, both matrices in fp32, without SecAgg+, and with Flower's.
 - together: one process, as many steps as clients of FedAvg make in all rounds, each on as many
   samples as all who answer have in it; with several orders of the data, which alone make a
   difference.
 - together, in large steps: as many steps as there are rounds, on the samples of a round.
+- together, doubled: as many steps as at first, on twice the samples, as "doubled" has.
 
 Uploads are the bytes of the messages' objects as Flower sends them. Held-out loss is computed by
 transformers and peft from the adapters on disk. The adapters that the server came to are compared
@@ -24,8 +26,8 @@ What it doesn't say: seconds (processes share the cores), or large networks.
 
     python -m benchmarks.federated [--rounds 32] [--clients 8] [--secagg-rounds 1] [--keep FOLDER]
 
-It needs the extra `federate`, and peft; two cores take two hours. With --keep a start that was cut
-off goes on, recipe by recipe.
+It needs the extra `federate`, and peft; two cores take three hours. With --keep a start that was
+cut off goes on, recipe by recipe.
 """
 
 import json
@@ -142,7 +144,8 @@ def main() -> None:
         ("warmup", 4, "rounds until the learning rate is what it is"),
         ("steps", 4, "of a client of FedAvg in a round"),
         ("batch", 8, "samples of 128 bytes in such a step"),
-        ("federations", 3, "of ours"),
+        ("federations", 2, "of ours"),
+        ("doubled", 2, "federations of ours on twice the samples"),
         ("gradients", 1, "federations of clients that tell gradients"),
         ("orders", 3, "of the data, for all together"),
         ("rank", 32, "of adapters"),
@@ -160,6 +163,7 @@ def main() -> None:
     for name, rate, of in (
         ("lr", 5e-3, "Flower's FedAvg, gradients and large steps"),
         ("own-lr", 1.5e-2, "ours"),
+        ("doubled-lr", 1e-2, "ours on twice the samples"),
         ("together-lr", 1e-2, "all data together in as many steps"),
     ):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"of {of} ({rate:g})")
@@ -170,7 +174,7 @@ def main() -> None:
     # Clients import the peers from here.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     plain = {**vars(asked), "results": None, "keep": None}
-    number = {"federations": None, "gradients": None, "orders": None}  # may grow
+    number = dict.fromkeys(("federations", "doubled", "gradients", "orders"))  # may grow
     with tempfile.TemporaryDirectory() as passing:
         folder = Path(asked.keep or passing).absolute()
         folder.mkdir(exist_ok=True)
@@ -197,8 +201,11 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
     own = f'tells = "fedavg"\n{steps}\nbits = {asked.bits}'
     of_batches = f'tells = "gradients"\nbits = {asked.gradient_bits}'
     whole = {"batch": asked.batch * asked.steps}
+    ours = {**_in_all_steps(asked), "lr": asked.own_lr, "batch": asked.batch}
+    doubled = {**ours, "lr": asked.doubled_lr, "batch": 2 * asked.batch}
     recipes: Sequence[tuple[str, str, dict[str, Any]]] = (
-        ("ours", own, {**_in_all_steps(asked), "lr": asked.own_lr, "batch": asked.batch}),
+        ("ours", own, ours),
+        ("doubled", own, doubled),
         ("gradients", of_batches, whole),
         ("fedavg", steps, {}),
         ("fedavg_secagg", steps, {}),
@@ -237,11 +244,13 @@ def _measured(folder: Path, asked: Any) -> dict[str, Any]:
         print(f"{name}: {loss:.4f} nats a byte", flush=True)
         return {**found, "loss": loss}
 
-    ours = [f"ours_{number}" for number in range(asked.federations)]
-    together = [f"{recipe}_{number}" for recipe in TOGETHER for number in range(asked.orders)]
-    gradients = [f"gradients_{number}" for number in range(asked.gradients)]
-    names = [ours[0], *rounds, *together, *ours[1:], *gradients]
-    found = {name: _once(folder / f"{name}.json", partial(made, name)) for name in names}
+    times = {"ours": asked.federations, "doubled": asked.doubled, "gradients": asked.gradients}
+    names = ["ours_0", *rounds]  # those without which there is no page
+    for recipe, most in {**dict.fromkeys(TOGETHER, asked.orders), **times}.items():
+        names += [f"{recipe}_{number}" for number in range(most)]
+    found = {
+        name: _once(folder / f"{name}.json", partial(made, name)) for name in dict.fromkeys(names)
+    }
     found["first"] = {"loss": _held_out_loss(base, first, held_out)}
     parts = sorted((folder / "fedavg" / "clients").glob("*/data.jsonl"))
     return {
@@ -317,9 +326,15 @@ def _in_large_steps(asked: Any) -> dict[str, Any]:
     return {"batch": asked.batch * asked.steps * (asked.clients - asked.clients // 4)}
 
 
+def _on_twice_the_samples(asked: Any) -> dict[str, Any]:
+    once = _in_all_steps(asked)
+    return {**once, "batch": 2 * once["batch"]}
+
+
 TOGETHER: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "together": _in_all_steps,
     "together_large": _in_large_steps,
+    "together_doubled": _on_twice_the_samples,
 }
 """Recipes of one process that has all data."""
 
@@ -523,7 +538,9 @@ def _page(found: dict[str, Any], asked: Any) -> str:
         return sum(each["loss"] for each in made) / len(made)
 
     plain, secret = (recipes[name]["upload_bytes"] for name in ("fedavg", "fedavg_secagg"))
-    ours, gradients, together, large = map(of, ("ours", "gradients", *TOGETHER))
+    ours, doubled, gradients = map(of, ("ours", "doubled", "gradients"))
+    together, large, together_doubled = map(of, TOGETHER)
+    federations = [*ours, *doubled, *gradients]
     titles = (
         "recipe",
         "upload of a client in a round",
@@ -532,24 +549,32 @@ def _page(found: dict[str, Any], asked: Any) -> str:
         "held-out loss",
         "all data together's",
         "the same in large steps'",
+        "the same on twice the samples'",
     )
 
     def told(loss: float) -> list[str]:
-        beside = [f"{loss / loss_of(each) - 1:+.2%}" for each in (together, large)]
+        beside = [
+            f"{loss / loss_of(each) - 1:+.2%}" for each in (together, large, together_doubled)
+        ]
         return [f"{loss:.4f}", *beside]
 
     lines: list[Sequence[str]] = []
     for recipe, name in (
         *((each, f"paceline federate, {number}") for number, each in enumerate(ours)),
-        *((each, f"the same, gradients, {number}") for number, each in enumerate(gradients)),
+        *((each, f"twice the samples, {number}") for number, each in enumerate(doubled)),
+        *((each, f"gradients, {number}") for number, each in enumerate(gradients)),
         (recipes["fedavg"], "Flower's FedAvg, fp32"),
         (recipes["fedavg_secagg"], "Flower's FedAvg and SecAgg+"),
     ):
         upload, rounds = recipe["upload_bytes"], recipe["rounds"]
         shares = (f"1 / {plain / upload:.2f}", f"1 / {secret / upload:.2f}")
-        loss = told(recipe["loss"]) if len(rounds) >= asked.rounds else [""] * 3
+        loss = told(recipe["loss"]) if len(rounds) >= asked.rounds else [""] * 4
         lines.append((name, bytes_text(upload), *shares, *loss))
-    for name, made in (("", together), (" in large steps", large)):
+    for name, made in (
+        ("", together),
+        (" in large steps", large),
+        (" on twice the samples", together_doubled),
+    ):
         lines += [
             (f"all data together{name}, {number}", "", "", "", *told(each["loss"]))
             for number, each in enumerate(made)
@@ -559,31 +584,38 @@ def _page(found: dict[str, Any], asked: Any) -> str:
     answering, all_steps = asked.clients - asked.clients // 4, asked.rounds * asked.steps
     batch = asked.batch * asked.steps
     compared = ""
-    if checked := [one["missed"] for one in (*ours, *gradients) if "missed" in one]:
+    if checked := [one["missed"] for one in federations if "missed" in one]:
         compared = f"""After each round of {len(checked)} of
-{len(ours) + len(gradients)} federations the adapters were compared with what the server makes of
+{len(federations)} federations the adapters were compared with what the server makes of
 the sum of what clients told, as far as the modulus goes: no number was more than
 {max(map(max, checked)):.1e} off. """
-    beyond = max(max(each["beyond"]) for each in (*ours, *gradients))
+    beyond = max(max(each["beyond"]) for each in federations)
+    means = "".join(
+        f"- {name}: {loss_of(made) / loss_of(together) - 1:+.2%} of all data together\n"
+        for name, made in (("ours", ours), ("twice the samples", doubled), ("gradients", gradients))
+        if made
+    )
     return f"""# Federated adapters
 
 {markdown(titles, lines, ("recipe",))}
-Mean of {len(ours)} federations of ours: {loss_of(ours) / loss_of(together) - 1:+.2%} of all data
-together, and {loss_of(ours) / loss_of(large) - 1:+.2%} of the same in large steps. Each has other
-parts and orders of the data, and others are lost. Under SecAgg+ a number has
+Means of our federations:
+
+{means}
+Each has other parts and orders of the data, and others are lost. Under SecAgg+ a number has
 {", ".join(map(str, asked.bits))} bits in equal parts of the rounds, of gradients
 {", ".join(map(str, asked.gradient_bits))}.
 
 {asked.clients} clients with {min(found["rows"])} to {max(found["rows"])} rows, of whom
 {asked.clients // 4} are killed in each of {asked.rounds} rounds ({masked} of FedAvg with SecAgg+).
 A round has {asked.steps} steps of each client on {asked.batch} times {SEQ} bytes: of Flower's on
-as many on each client, of ours more or fewer as a client has more or fewer rows. Of gradients it
-has a single step of the server on {batch} of each client, more or fewer. All data together take
-{all_steps} steps on {asked.batch * answering}, or {asked.rounds} large ones on
-{batch * answering}. The learning rate rises in the first {asked.warmup} rounds, to
-{asked.own_lr:g} of ours, {asked.together_lr:g} of all data together and {asked.lr:g} of all others,
-and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,}
-numbers in A and {counts["b"]:,} in B. Leaving the modulus cost a sum of theirs at most {beyond:.1%}
+as many on each client, of ours more or fewer as a client has more or fewer rows, and twice as many
+where it says so. Of gradients it has a single step of the server on {batch} of each client, more or
+fewer. All data together take {all_steps} steps on {asked.batch * answering}, or {asked.rounds}
+large ones on {batch * answering}, or as many as at first on twice the samples. The learning rate
+rises in the first {asked.warmup} rounds, to {asked.own_lr:g} of ours, {asked.doubled_lr:g} on twice
+the samples, {asked.together_lr:g} of all data together in as many steps and {asked.lr:g} of all
+others, and falls by a cosine. Adapters of rank {asked.rank} have {counts["a"]:,} numbers in A and
+{counts["b"]:,} in B. Leaving the modulus cost a sum of theirs at most {beyond:.1%}
 of its square. {compared}Losses are in nats a byte, of {found["held_out_bytes"]:,} held-out bytes.
 """
 

@@ -28,7 +28,7 @@ one run is one seed, which alone moves a loss by some 0.3 %.
     python -m benchmarks.ladder --again 1 2 3 4 5
 
 The first form takes 27 minutes on two quiet cores with `--limit 600`; the second is that of
-larger runs and takes five times `--minutes` or so with `--limit 2160`. Its batches are small, since
+larger runs and takes six times `--minutes` or so with `--limit 2400`. Its batches are small, since
 a run of few tokens in large ones ends while losses still fall as no law says. The third makes
 ladder and run anew with each of these seeds, two at a time: how far are predicted losses off? With
 `--keep` a run that was killed goes on with the parts that it has. Needs Linux and the extra
